@@ -1,0 +1,124 @@
+"""Settings as frozen values: composed, never inherited; env, flags and YAML are read in deploy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.errors import ConfigError
+from core.worker import WorkerRole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV pool of one rank. `num_blocks` wins over `memory_bytes` when both are given."""
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int = 1 << 30
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 256:
+            raise ConfigError("block_size must be between 1 and 256")
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise ConfigError("num_blocks must be at least 2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_batched_tokens: int = 512
+    """Prefill chunk budget of one step, over all sequences."""
+    max_num_seqs: int = 64
+    """Running sequences at most."""
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < 1 or self.max_num_seqs < 1:
+            raise ConfigError("max_num_batched_tokens and max_num_seqs must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Shape of one worker over ranks."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    backend: str = "gloo"
+    lease_s: float = 5.0
+    """A lease not renewed for this long is over; it is the backstop, not the mechanism."""
+    timeout_s: float = 30.0
+    """Deadline of one transfer, connect included."""
+    max_message_bytes: int = 32 << 20
+    """Blocks are gathered into messages up to this size: the staging buffer of each end."""
+    verify_checksum: bool = False
+    """Compare a digest of each message on arrival (always on in tests)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One model on one worker."""
+
+    model_path: str
+    """A GGUF file or a folder in HF format, already resolved to this machine."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    num_threads: int = 1
+    max_model_len: int | None = None
+    """None: the model's own limit."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype must be float32 or bfloat16, not {self.dtype!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One prefill or decode worker process. Port 0 takes a free port and reports it."""
+
+    name: str
+    role: WorkerRole
+    served_model_name: str
+    engine: EngineConfig
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    served_model_name: str
+    model_path: str
+    """Where tokenizer and chat template are read from."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_attempts: int = 3
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 8 << 20
+    max_concurrent_requests: int = 1024
+    enable_debug: bool = False
+    """Serve /debug/requests/{id}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The desired state of one cluster."""
+
+    router: RouterConfig
+    engine: EngineConfig
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    num_prefill: int = 1
+    num_decode: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_prefill < 1 or self.num_decode < 1:
+            raise ConfigError("a cluster needs at least one prefill and one decode worker")

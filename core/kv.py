@@ -1,0 +1,120 @@
+"""KV blocks as two processes talk about them: layout, handle, pull. No tensors here.
+
+A handle is a promise: these blocks, of this incarnation, for this attempt, until it is released or
+its lease ends. The owner checks every field before it serves (see kv_transfer/sender.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+
+from core.prefix import BlockHash
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """What one rank's KV cache looks like. Equal `fingerprint()`: blocks can be copied as bytes.
+
+    A block holds `block_size` positions of every local kv head of a layer, head-major, keys and
+    values apart: [num_kv_heads, block_size, head_dim] each.
+    """
+
+    model: str
+    """Fingerprint of architecture and weights, so that equal shapes of two models do not mix."""
+    dtype: str
+    """torch's name without the prefix: float32, bfloat16."""
+    block_size: int
+    first_layer: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    inner_order: str = "plain"
+    """Order inside a head's slice; a CPU kernel may want tiles."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all local layers, keys and values."""
+        width = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * width
+
+    def fingerprint(self) -> str:
+        """Stable digest of all fields; the handshake compares it."""
+        text = "\n".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def difference(self, other: KVLayout) -> str | None:
+        """Human-readable first difference to `other`, None when equal."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine != theirs:
+                return f"{field.name} differs: {mine} here, {theirs} there"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRef:
+    """One block at one moment. `generation` grows each time the block is given out anew."""
+
+    block_id: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVHandle:
+    """Leased KV of positions [0, num_tokens) of one request, in position order.
+
+    `blocks[i]` holds positions [i*block_size, (i+1)*block_size); the last one may be partial.
+    `block_hashes` covers the full blocks. `lease_s` is the time left when the handle was made; the
+    holder renews it, the owner's monotonic clock decides.
+    """
+
+    handle_id: str
+    request_id: str
+    attempt: int
+    worker: str
+    """Name of the owner."""
+    incarnation: str
+    """Random per process start: a restarted worker at the same address honours nothing old."""
+    address: str
+    """host:port of the owner's gRPC service."""
+    layout: KVLayout
+    blocks: tuple[BlockRef, ...]
+    block_hashes: tuple[BlockHash, ...]
+    num_tokens: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelOffer:
+    """Receiver's invitation to a two-rank group: the sender is rank 0, the receiver rank 1."""
+
+    channel_id: str
+    """Fresh for every group, never reused, so an aborted group cannot be mixed up with its heir."""
+    backend: str
+    """gloo or nccl."""
+    store_host: str
+    store_port: int
+    layout: KVLayout
+    incarnation: str
+    """Owner the receiver believes it talks to; a restarted owner refuses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullRequest:
+    """Ask for `blocks` of a handle over an open channel. The receive is posted before this is sent.
+
+    `first_block` is the index in handle.blocks of `blocks[0]`: the receiver already has what is
+    before it, so blocks[i] holds the block position first_block + i.
+    """
+
+    handle_id: str
+    request_id: str
+    attempt: int
+    incarnation: str
+    channel_id: str
+    transfer_id: int
+    """Counts up per channel: both ends run transfers of a channel in this order."""
+    first_block: int
+    blocks: tuple[BlockRef, ...]
+    block_hashes: tuple[BlockHash, ...]

@@ -1,0 +1,69 @@
+"""Who a worker is and how it is doing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from core.kv import KVLayout
+from core.prefix import BlockHash
+
+
+class WorkerRole(StrEnum):
+    """A fact of deployment, not of the engine."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerId:
+    """`incarnation` is random per process start: the same name after a restart is another worker."""
+
+    name: str
+    incarnation: str
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.incarnation[:8]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker says of itself once, when a router opens its stream."""
+
+    worker_id: WorkerId
+    role: WorkerRole
+    address: str
+    model: str
+    """Served model name."""
+    layout: KVLayout
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    num_threads: int
+    device: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """Load after a step, plus what the prefix cache gained and lost since the report before.
+
+    `sequence_number` counts reports of one incarnation, so that a gap in stored/evicted hashes is
+    seen and the index is cleared for that worker.
+    """
+
+    sequence_number: int
+    num_waiting: int
+    num_running: int
+    num_queued_tokens: int
+    """Prompt tokens not yet computed (prefill)."""
+    num_free_blocks: int
+    """Free or cached: what a new request could get."""
+    num_leased_blocks: int
+    num_cached_blocks: int
+    num_blocks: int
+    stored: tuple[BlockHash, ...] = ()
+    evicted: tuple[BlockHash, ...] = ()
+    rss_bytes: int = 0
