@@ -18,7 +18,7 @@ class WorkerRole(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerId:
-    """`incarnation` is random per process start: the same name after a restart is another worker."""
+    """`incarnation` is random per process start: a restarted worker is someone else."""
 
     name: str
     incarnation: str

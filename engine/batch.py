@@ -23,7 +23,7 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledSequence:
-    """One sequence's share of a step: compute `token_ids` at the positions after what is computed."""
+    """One sequence's share of a step: compute `token_ids` after what is computed already."""
 
     request_id: str
     token_ids: tuple[int, ...]

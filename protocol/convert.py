@@ -1,4 +1,5 @@
-"""core values <-> protobuf messages. Total both ways; tests/unit/test_convert.py proves it. A message that carries an impossible value raises InvalidRequestError, never a traceback
+"""core values <-> protobuf messages. Total both ways; tests/unit/test_convert.py proves it.
+A message with an impossible value raises InvalidRequestError, never a traceback
 from deep inside."""
 
 from __future__ import annotations
