@@ -92,6 +92,8 @@ class WorkerConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     host: str = "127.0.0.1"
     port: int = 0
+    advertise_host: str = ""
+    """What others dial when `host` is a wildcard; empty means `host`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from core.errors import TwostrokeError
+from core.errors import InvalidRequestError, TwostrokeError
 from core.kv import KVHandle
 from core.lifetime import DecodeTimes, PrefillTimes
 from core.sampling_params import SamplingParams
@@ -50,6 +50,18 @@ class GenerateRequest:
     def with_output(self, output_token_ids: tuple[int, ...]) -> GenerateRequest:
         """The same ask, to be continued by another attempt after `output_token_ids`."""
         return replace(self, output_token_ids=output_token_ids, attempt=self.attempt + 1)
+
+    def check(self, vocab_size: int) -> None:
+        """What would crash a step or corrupt a neighbour must not get in: InvalidRequestError."""
+        if not self.prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if max(self.token_ids) >= vocab_size:
+            raise InvalidRequestError(
+                f"token id {max(self.token_ids)} is outside the vocabulary of {vocab_size}",
+                param="prompt",
+            )
+        if self.num_remaining_tokens < 1:
+            raise InvalidRequestError("no output token is left to generate", param="max_tokens")
 
     def stop_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
         """Why generation ends with `token_id` as output token number `num_output_tokens`, if so.

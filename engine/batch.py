@@ -32,6 +32,12 @@ class ScheduledSequence:
     """Covers at least num_computed_tokens + len(token_ids) positions."""
     sample: SampleSpec | None
     """None for a chunk that does not reach the end of the sequence's known tokens."""
+    attempt: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Two attempts of one request may meet on one worker; they are different sequences."""
+        return self.request_id, self.attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

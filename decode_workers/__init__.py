@@ -1,0 +1,1 @@
+"""Decode workers: admit a handed-over request when its blocks fit, pull its KV, decode."""

@@ -1,0 +1,188 @@
+"""The decode front end: admit, pull, run. Runs on one thread; knows no network.
+
+A request comes with the first token and a handle on the KV before it. It waits for room, pulls the
+blocks this worker lacks, then writes tokens until it ends or must give its blocks to older ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from core.config import EngineConfig
+from core.errors import InternalError, InvalidRequestError, PreemptedError, TwostrokeError
+from core.kv import KVHandle
+from core.lifetime import DecodeTimes
+from core.prefix import hash_root
+from core.request import GenerateRequest, SequenceOutput
+from core.worker import WorkerReport
+from decode_workers.admission import Admission, Arrival
+from engine.batch import Batch
+from engine.block_pool import BlockPool
+from engine.executor import Executor
+from engine.reporter import Reporter
+from engine.scheduler import DecodeScheduler
+from engine.sequence import Sequence
+from kv_transfer.receiver import KVReceiver, PullDone
+from protocol.worker_server import StepResult
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+
+
+class DecodeWorker:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        pool: BlockPool,
+        receiver: KVReceiver,
+        clock: Callable[[], float],
+    ) -> None:
+        self._executor = executor
+        self._pool = pool
+        self._receiver = receiver
+        self._clock = clock
+        # A sequence alone can always reach this length, so preemption never starves it.
+        self.max_model_len = min(executor.max_model_len, pool.num_blocks * pool.block_size)
+        self._admission = Admission(pool, config.scheduler.max_num_seqs, self.max_model_len)
+        self._pulling: dict[Key, Arrival] = {}
+        self._aborted: dict[Key, Arrival] = {}
+        """Aborted while a transfer writes: quarantined until the transfer has ended."""
+        self._arrivals: dict[Key, Arrival] = {}
+        """Of running sequences, for their DecodeTimes."""
+        self._scheduler = DecodeScheduler(config.scheduler, pool, self.max_model_len)
+        self._reporter = Reporter(pool)
+
+    def step(self) -> StepResult:
+        outputs = self._take_pulled()
+        self._admit()
+        shares, preempted = self._scheduler.schedule()
+        outputs += [self._preempt(sequence) for sequence in preempted]
+        if not shares:
+            return StepResult(outputs, worked=bool(outputs))
+        try:
+            token_ids = self._executor.execute(Batch(sequences=tuple(shares)))
+        except Exception as error:
+            logger.exception("a decode step failed")
+            known = error if isinstance(error, TwostrokeError) else InternalError("a step failed")
+            outputs += [self._end(*share.key, known) for share in shares]
+            return StepResult(outputs, worked=True)
+        outputs += [self._output(s) for s in self._scheduler.update(shares, token_ids)]
+        return StepResult(outputs, worked=True)
+
+    def submit(self, request: GenerateRequest, handle: KVHandle | None) -> None:
+        """Raises TwostrokeError when refused; the handle's owner is then told at once."""
+        if handle is None:
+            raise InvalidRequestError("a decode worker needs a KV handle", param="handle")
+        try:
+            request.check(self._executor.model_config.vocab_size)
+            root = hash_root(model=self._executor.layout.model, salt=request.cache_salt)
+            sequence = Sequence(request, root, now=self._clock())
+            self._admission.add(Arrival(sequence=sequence, handle=handle))
+        except TwostrokeError as error:
+            self._receiver.release(handle, f"refused: {error.code}")
+            raise
+        self._receiver.hold(handle)
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Blocks are free at once, but those a transfer writes into only when it has ended."""
+        key = (request_id, attempt)
+        if (arrival := self._admission.abort(*key)) is not None:
+            self._receiver.release(arrival.handle, "aborted")
+        elif (arrival := self._pulling.pop(key, None)) is not None:
+            self._quarantine(arrival)
+            self._aborted[key] = arrival
+            self._receiver.cancel(*key)
+        elif self._scheduler.abort(*key) is not None:
+            del self._arrivals[key]
+
+    def report(self) -> WorkerReport:
+        return self._reporter.report(
+            num_waiting=len(self._admission.waiting) + len(self._pulling),
+            num_running=len(self._scheduler.running),
+            num_queued_tokens=sum(a.handle.num_tokens for a in self._admission.waiting),
+        )
+
+    def snapshot(self) -> WorkerReport:
+        return self._reporter.snapshot()
+
+    def _admit(self) -> None:
+        while True:
+            num_running = len(self._scheduler.running) + len(self._pulling)
+            arrival = self._admission.admit(num_running)
+            if arrival is None:
+                return
+            arrival.admitted = self._clock()
+            self._pulling[arrival.sequence.key] = arrival
+            self._receiver.start(arrival.handle, arrival.num_local_blocks, arrival.pulled_block_ids)
+
+    def _take_pulled(self) -> list[SequenceOutput]:
+        outputs = []
+        for done in self._receiver.poll():
+            key = (done.request_id, done.attempt)
+            if (aborted := self._aborted.pop(key, None)) is not None:
+                self._pool.end_quarantine(aborted.pulled_block_ids)
+                continue
+            arrival = self._pulling.pop(key)
+            if done.error is not None:
+                arrival.sequence.release(self._pool)
+                outputs.append(_error(key, done.error))
+            else:
+                self._start(arrival, done)
+        return outputs
+
+    def _start(self, arrival: Arrival, done: PullDone) -> None:
+        """The KV is complete and verified: only now may others find it."""
+        del done
+        sequence = arrival.sequence
+        arrival.pulled = sequence.started = self._clock()
+        sequence.num_computed_tokens = arrival.handle.num_tokens
+        sequence.num_cached_tokens = arrival.handle.num_tokens
+        sequence.cache_full_blocks(self._pool)
+        self._arrivals[sequence.key] = arrival
+        self._scheduler.add(sequence)
+
+    def _quarantine(self, arrival: Arrival) -> None:
+        local = arrival.sequence.block_ids[: arrival.num_local_blocks]
+        self._pool.free(local)
+        self._pool.quarantine(arrival.pulled_block_ids)
+
+    def _preempt(self, sequence: Sequence) -> SequenceOutput:
+        del self._arrivals[sequence.key]
+        return _error(sequence.key, PreemptedError("older sequences needed its KV blocks"))
+
+    def _end(self, request_id: str, attempt: int, error: TwostrokeError) -> SequenceOutput:
+        self.abort(request_id, attempt)
+        return _error((request_id, attempt), error)
+
+    def _output(self, sequence: Sequence) -> SequenceOutput:
+        request_id, attempt = sequence.key
+        times = None
+        if sequence.finish_reason is not None:
+            times = self._times(self._arrivals.pop(sequence.key))
+        return SequenceOutput(
+            request_id=request_id,
+            attempt=attempt,
+            token_ids=(sequence.token_ids[-1],),
+            finish_reason=sequence.finish_reason,
+            decode_times=times,
+        )
+
+    def _times(self, arrival: Arrival) -> DecodeTimes:
+        sequence, handle = arrival.sequence, arrival.handle
+        num_pulled = len(handle.blocks) - arrival.num_local_blocks
+        return DecodeTimes(
+            queue_s=arrival.admitted - sequence.arrived,
+            transfer_s=arrival.pulled - arrival.admitted,
+            decode_s=self._clock() - arrival.pulled,
+            num_cached_blocks=arrival.num_local_blocks,
+            num_pulled_blocks=num_pulled,
+            num_pulled_bytes=num_pulled * handle.layout.bytes_per_block,
+            num_steps=sequence.num_steps,
+        )
+
+
+def _error(key: Key, error: TwostrokeError) -> SequenceOutput:
+    return SequenceOutput(request_id=key[0], attempt=key[1], error=error)

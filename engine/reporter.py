@@ -1,0 +1,49 @@
+"""Turns a pool and a few counts into WorkerReports with gap-free sequence numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import psutil
+
+from core.worker import WorkerReport
+from engine.block_pool import BlockPool
+
+
+class Reporter:
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._process = psutil.Process()
+        self._last = WorkerReport(
+            sequence_number=0,
+            num_waiting=0,
+            num_running=0,
+            num_queued_tokens=0,
+            num_free_blocks=pool.num_blocks,
+            num_leased_blocks=0,
+            num_cached_blocks=0,
+            num_blocks=pool.num_blocks,
+        )
+
+    def report(self, *, num_waiting: int, num_running: int, num_queued_tokens: int) -> WorkerReport:
+        """State now, with the cache events since the report before."""
+        counts = self._pool.counts()
+        events = self._pool.drain_events()
+        self._last = WorkerReport(
+            sequence_number=self._last.sequence_number + 1,
+            num_waiting=num_waiting,
+            num_running=num_running,
+            num_queued_tokens=num_queued_tokens,
+            num_free_blocks=counts.free + counts.cached,
+            num_leased_blocks=counts.leased,
+            num_cached_blocks=counts.cached,
+            num_blocks=self._pool.num_blocks,
+            stored=events.stored,
+            evicted=events.evicted,
+            rss_bytes=self._process.memory_info().rss,
+        )
+        return self._last
+
+    def snapshot(self) -> WorkerReport:
+        """The last report once more, with all findable hashes: where a new reader starts."""
+        return replace(self._last, stored=self._pool.block_hashes, evicted=())

@@ -1,0 +1,1 @@
+"""Prefill workers: read prompts, sample the first token, keep the KV under a lease."""

@@ -1,0 +1,86 @@
+"""One prefill worker, composed and served: engine, pool, sender, gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+from core.config import WorkerConfig
+from core.worker import WorkerId, WorkerInfo
+from engine.block_pool import BlockPool
+from engine.executor import LocalExecutor
+from engine.model_runner import ModelRunner
+from kv_transfer.sender import KVSender
+from prefill_workers.service import KVPeerServicer
+from prefill_workers.worker import PrefillWorker
+from protocol.worker_pb2_grpc import add_KVPeerServicer_to_server
+from protocol.worker_server import WorkerServer
+
+
+class PrefillServer:
+    """`start`, then `wait`, then `stop`. `progress(what, fraction)` is told of loading weights."""
+
+    def __init__(
+        self, config: WorkerConfig, *, progress: Callable[[str, float], None] | None = None
+    ) -> None:
+        self._config = config
+        self._progress = progress
+
+    async def start(self) -> WorkerInfo:
+        """Raises ConfigError for a bad model, shape or a taken port."""
+        config = self._config
+        self._server = WorkerServer()
+        port = self._server.bind(config.host, config.port)
+        address = f"{config.advertise_host or config.host}:{port}"
+        self.executor = LocalExecutor(await asyncio.to_thread(self._load))
+        self.pool = BlockPool(
+            self.executor.num_blocks,
+            config.engine.cache.block_size,
+            enable_caching=config.engine.cache.enable_prefix_caching,
+        )
+        worker_id = WorkerId(name=config.name, incarnation=secrets.token_hex(8))
+        self.sender = KVSender(
+            self.executor.kv_cache.tensor,
+            layout=self.executor.layout,
+            incarnation=worker_id.incarnation,
+            worker=config.name,
+            address=address,
+            config=config.transfer,
+            clock=time.monotonic,
+        )
+        self.worker = PrefillWorker(
+            config.engine, self.executor, self.pool, self.sender, time.monotonic
+        )
+        self._peers = KVPeerServicer(self.sender)
+        add_KVPeerServicer_to_server(self._peers, self._server.server)
+        self.info = WorkerInfo(
+            worker_id=worker_id,
+            role=config.role,
+            address=address,
+            model=config.served_model_name,
+            layout=self.executor.layout,
+            num_blocks=self.pool.num_blocks,
+            max_model_len=self.worker.max_model_len,
+            max_num_seqs=config.engine.scheduler.max_num_seqs,
+            vocab_size=self.executor.model_config.vocab_size,
+            num_threads=config.engine.num_threads,
+            device=config.engine.device,
+            pid=os.getpid(),
+        )
+        await self._server.start(self.worker, self.info)
+        return self.info
+
+    def _load(self) -> ModelRunner:
+        return ModelRunner(self._config.engine, progress=self._progress)
+
+    async def wait(self) -> None:
+        await self._server.wait()
+
+    async def stop(self) -> None:
+        """End streams, the step thread, transfers and channels, in this order."""
+        await self._server.stop()
+        self._peers.close()
+        await asyncio.to_thread(self.sender.close)

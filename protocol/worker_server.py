@@ -1,0 +1,145 @@
+"""One served worker: a gRPC server, its sessions, and the thread that steps the engine.
+
+Generic over the front end, so prefill and decode workers share the shell and not the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import NamedTuple, Protocol
+
+import grpc
+
+from core.errors import ConfigError, InternalError, TwostrokeError
+from core.kv import KVHandle
+from core.request import GenerateRequest, SequenceOutput
+from core.worker import WorkerInfo, WorkerReport
+from protocol import worker_pb2_grpc
+from protocol.session import SessionHub
+from protocol.step_loop import StepLoop
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20
+REPORT_INTERVAL_S = 0.05
+HEARTBEAT_INTERVAL_S = 1.0
+
+
+class StepResult(NamedTuple):
+    outputs: list[SequenceOutput]
+    worked: bool
+    """False: nothing to do until a command arrives."""
+
+
+class StepWorker(Protocol):
+    """A front end. Every method runs on the step thread."""
+
+    def submit(self, request: GenerateRequest, handle: KVHandle | None) -> None:
+        """Raises TwostrokeError when the request is refused."""
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        """Free what the request holds; unknown ids are ignored."""
+
+    def step(self) -> StepResult: ...
+
+    def report(self) -> WorkerReport:
+        """State now, with the cache events since the report before."""
+
+    def snapshot(self) -> WorkerReport:
+        """The last report once more, with every findable block in `stored`."""
+
+
+class WorkerServer:
+    """`bind`, add servicers to `.server`, `start(worker, info)`, `wait`, `stop`."""
+
+    def __init__(self) -> None:
+        limits = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
+        ]
+        self.server = grpc.aio.server(options=limits)
+        self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._event_loop = asyncio.get_running_loop()
+        self._next_report = 0.0
+        self._was_busy = False
+
+    def bind(self, host: str, port: int) -> int:
+        """The port that was taken. Raises ConfigError when it cannot be had."""
+        try:
+            return self.server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+
+    async def start(self, worker: StepWorker, info: WorkerInfo) -> None:
+        self._worker = worker
+        self.hub = SessionHub(self, info)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.hub, self.server)
+        self.loop = StepLoop(self._step, self._on_failure)
+        self.loop.start()
+        await self.server.start()
+
+    async def wait(self) -> None:
+        """Returns after `stop`; raises InternalError when the step thread died."""
+        await asyncio.shield(self._died)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        self.hub.close()
+        await self.server.stop(grace_s)
+        await asyncio.to_thread(self.loop.stop)
+        if not self._died.done():
+            self._died.set_result(None)
+
+    # FrontEnd, called by the hub: everything moves to the step thread.
+
+    def submit(self, request: GenerateRequest, handle: KVHandle | None) -> None:
+        self.loop.post(lambda: self._submit(request, handle))
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        self.loop.post(lambda: self._worker.abort(request_id, attempt))
+
+    def request_snapshot(self) -> None:
+        self.loop.post(self._send_snapshot)
+
+    # On the step thread.
+
+    def _submit(self, request: GenerateRequest, handle: KVHandle | None) -> None:
+        try:
+            self._worker.submit(request, handle)
+        except TwostrokeError as error:
+            refusal = SequenceOutput(
+                request_id=request.request_id, attempt=request.attempt, error=error
+            )
+            self.hub.publish((refusal,))
+
+    def _send_snapshot(self) -> None:
+        self.hub.publish_report(self._worker.report(), snapshot=False)
+        self.hub.publish_report(self._worker.snapshot(), snapshot=True)
+
+    def _step(self) -> bool:
+        result = self._worker.step()
+        if result.outputs:
+            self.hub.publish(result.outputs)
+        self._report_when_due(result.worked)
+        return result.worked
+
+    def _report_when_due(self, worked: bool) -> None:
+        now = time.monotonic()
+        became_idle = self._was_busy and not worked
+        self._was_busy = worked
+        if became_idle or now >= self._next_report:
+            self.hub.publish_report(self._worker.report(), snapshot=False)
+            self._next_report = now + (REPORT_INTERVAL_S if worked else HEARTBEAT_INTERVAL_S)
+        elif worked:
+            self._next_report = min(self._next_report, now + REPORT_INTERVAL_S)
+
+    def _on_failure(self, error: BaseException) -> None:
+        """A worker that cannot step says so by ending: its streams break, its supervisor acts."""
+        self._event_loop.call_soon_threadsafe(self._die, error)
+
+    def _die(self, error: BaseException) -> None:
+        self.hub.close()
+        if not self._died.done():
+            self._died.set_exception(InternalError(f"the step loop died: {error!r}"))
