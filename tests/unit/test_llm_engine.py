@@ -1,0 +1,152 @@
+"""The colocated engine over the token executor: whatever the pool size, batching, aborts and
+cache hits, each request gets exactly its own continuation and every block comes back."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import ContextLengthError, InvalidRequestError
+from core.request import FinishReason
+from engine.llm_engine import LLMEngine
+
+
+@pytest.fixture(scope="session")
+def make_engine(token_executor, engine_config):
+    def make(max_model_len=1000, **sizes):
+        config = engine_config(**sizes)
+        assert config.cache.num_blocks is not None
+        executor = token_executor(config.cache.num_blocks, config.cache.block_size, max_model_len)
+        return LLMEngine(config, executor), executor
+
+    return make
+
+
+def drain(engine, collected=None):
+    tokens = {} if collected is None else collected
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.chunk.token_ids)
+        engine.pool.check()
+    return tokens
+
+
+def assert_nothing_held(engine):
+    counts = engine.pool.check()
+    assert (counts.owned, counts.leased, counts.quarantined) == (0, 0, 0)
+
+
+def test_one_request(make_engine, make_request, expected_tokens):
+    engine, executor = make_engine()
+    [chunk] = engine.generate([make_request(range(1, 41), max_tokens=5)])
+    assert chunk.token_ids == expected_tokens(tuple(range(1, 41)), 5)
+    assert chunk.finish_reason is FinishReason.LENGTH
+    assert executor.batch_sizes == [16, 16, 8, 1, 1, 1, 1], "40 tokens in chunks of at most 16"
+    assert_nothing_held(engine)
+
+
+def test_eos_and_stop_tokens_end_the_request(make_engine, make_request, expected_tokens):
+    engine, _ = make_engine()
+    prompt = (7, 8, 9)
+    expected = expected_tokens(prompt, 8)
+    stop = next(i for i in range(1, 8) if expected[i] not in expected[:i])
+    [chunk] = engine.generate([make_request(prompt, stop_token_ids=(expected[stop],))])
+    assert chunk.token_ids == expected[: stop + 1]
+    assert chunk.finish_reason is FinishReason.STOP
+
+
+def test_context_length_ends_the_request(make_engine, make_request):
+    engine, _ = make_engine(max_model_len=10)
+    [chunk] = engine.generate([make_request(range(6), max_tokens=100)])
+    assert len(chunk.token_ids) == 4
+    assert chunk.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [((), InvalidRequestError), ((50,), InvalidRequestError), (range(40), ContextLengthError)],
+)
+def test_bad_requests_are_refused_and_leave_nothing(make_engine, make_request, prompt, error):
+    engine, _ = make_engine(num_blocks=8)
+    with pytest.raises(error):
+        engine.add_request(make_request(prompt))
+    assert not engine.has_unfinished_requests
+
+
+def test_shared_prefix_is_computed_once(make_engine, make_request, expected_tokens):
+    engine, executor = make_engine()
+    prompt = tuple(range(20))
+    engine.generate([make_request(prompt, request_id="a")])
+    executor.batch_sizes.clear()
+    [chunk] = engine.generate([make_request((*prompt, 3), request_id="b", max_tokens=2)])
+    assert executor.batch_sizes == [1, 1], "20 of 21 tokens came from the cache"
+    assert chunk.token_ids == expected_tokens((*prompt, 3), 2)
+
+
+def test_generated_tokens_are_cached_for_the_next_turn(make_engine, make_request):
+    engine, executor = make_engine()
+    [first] = engine.generate([make_request(range(4), request_id="a", max_tokens=9)])
+    executor.batch_sizes.clear()
+    engine.generate([make_request((*range(4), *first.token_ids, 1), request_id="b", max_tokens=1)])
+    assert executor.batch_sizes == [2], "4 + 8 tokens had full blocks"
+
+
+def test_salts_never_share(make_engine, make_request):
+    engine, executor = make_engine()
+    request = make_request(range(20), request_id="a", max_tokens=1)
+    engine.generate([request])
+    executor.batch_sizes.clear()
+    salted = replace(request, cache_salt="tenant")
+    engine.generate([salted])
+    assert sum(executor.batch_sizes) == 20
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2), min_size=1, max_size=20),  # few ids: prefixes collide often
+        st.integers(1, 12),
+        st.integers(0, 30),  # step after which it is aborted; above ~20 never
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=REQUESTS,
+    num_blocks=st.integers(8, 24),
+    budget=st.integers(1, 24),
+    max_num_seqs=st.integers(1, 6),
+    caching=st.booleans(),
+)
+def test_any_mix_gives_each_request_its_own_tokens(
+    make_engine, make_request, expected_tokens, requests, num_blocks, budget, max_num_seqs, caching
+):
+    """8 blocks of 4 hold one maximal request: the others wait, are preempted and come back."""
+    engine, _ = make_engine(
+        num_blocks=num_blocks,
+        max_num_batched_tokens=max(budget, max_num_seqs + 1),
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=caching,
+    )
+    for i, (prompt, max_tokens, _) in enumerate(requests):
+        engine.add_request(make_request(prompt, request_id=str(i), max_tokens=max_tokens))
+    tokens: dict[str, list[int]] = {}
+    step = 0
+    while engine.has_unfinished_requests:
+        for i, (_, _, abort_at) in enumerate(requests):
+            if abort_at == step and abort_at < 20:
+                engine.abort(str(i))
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.chunk.token_ids)
+        engine.pool.check()
+        step += 1
+        assert step < 2000, "no progress"
+    for i, (prompt, max_tokens, abort_at) in enumerate(requests):
+        got = tuple(tokens.get(str(i), ()))
+        assert got == expected_tokens(tuple(prompt), max_tokens)[: len(got)]
+        if abort_at >= 20:
+            assert len(got) == max_tokens
+    assert_nothing_held(engine)
