@@ -251,6 +251,15 @@ def info_from_proto(message: pb.WorkerInfo) -> WorkerInfo:
     )
 
 
+def _finish_reason(text: str) -> FinishReason | None:
+    try:
+        return FinishReason(text) if text else None
+    except ValueError:
+        raise InvalidRequestError(
+            f"unknown finish reason {text!r}", param="finish_reason"
+        ) from None
+
+
 def _role(text: str) -> WorkerRole:
     try:
         return WorkerRole(text)
@@ -320,7 +329,7 @@ def output_from_proto(message: pb.SequenceOutput) -> SequenceOutput:
         request_id=message.request_id,
         attempt=message.attempt,
         token_ids=tuple(message.token_ids),
-        finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+        finish_reason=_finish_reason(message.finish_reason),
         error=error_from_proto(message.error) if has("error") else None,
         handle=handle_from_proto(message.handle) if has("handle") else None,
         prefill_times=prefill_times_from_proto(message.prefill_times)
