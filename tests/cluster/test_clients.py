@@ -1,0 +1,156 @@
+"""What users point at us, unmodified: the openai client and curl; and the errors they then see."""
+
+import asyncio
+import json
+import shutil
+
+import openai
+import pytest
+
+
+@pytest.fixture
+async def cluster(cluster_of, tiny_model):
+    async with cluster_of(tiny_model) as running:
+        yield running
+
+
+async def test_openai_client_streams_a_chat(cluster):
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused") as client:
+        whole = await client.chat.completions.create(
+            model="m", messages=messages, max_tokens=12, temperature=0
+        )
+        stream = await client.chat.completions.create(
+            model="m",
+            messages=messages,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        pieces, usage = [], None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            pieces += [choice.delta.content or "" for choice in chunk.choices]
+        assert "".join(pieces) == whole.choices[0].message.content
+        assert usage == whole.usage
+        assert [model.id async for model in client.models.list()] == ["m"]
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="gpt-9", messages=messages)
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "long " * 3000}], stream=True
+            )
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+async def test_curl_streams_a_chat(cluster):
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    process = await asyncio.create_subprocess_exec(
+        "curl",
+        "-sSN",
+        f"{cluster.url}/v1/chat/completions",
+        "-H",
+        "Content-Type: application/json",
+        "-d",
+        json.dumps({**body, "max_tokens": 5}),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    events = [line for line in output.decode().split("\n\n") if line]
+    assert process.returncode == 0
+    assert events[-1] == "data: [DONE]"
+    assert all(event.startswith("data: ") for event in events)
+    assert json.loads(events[0][6:])["choices"][0]["delta"]["role"] == "assistant"
+
+
+async def test_timeline_tells_where_the_time_went(cluster):
+    prompt = list(range(100))
+    reply = await cluster.http.post(
+        "/v1/completions",
+        json={"model": "m", "prompt": prompt, "max_tokens": 5, "ignore_eos": True},
+    )
+    life = (await cluster.http.get(f"/debug/requests/{reply.headers['x-request-id']}")).json()
+    assert life["prefill_worker"].startswith("prefill-0")
+    assert life["decode_worker"].startswith("decode-0")
+    assert life["prefill"]["num_prompt_tokens"] == 100
+    assert life["decode"]["num_pulled_blocks"] == 7
+    layout = cluster.workers[0].info.layout
+    assert life["decode"]["num_pulled_bytes"] == 7 * layout.bytes_per_block
+    assert life["outcome"] == "length"
+    again = await cluster.http.post(
+        "/v1/completions",
+        json={"model": "m", "prompt": prompt, "max_tokens": 5, "ignore_eos": True},
+    )
+    life = (await cluster.http.get(f"/debug/requests/{again.headers['x-request-id']}")).json()
+    assert life["prefill"]["num_cached_tokens"] == 96
+    assert life["decode"]["num_cached_blocks"] == 6, "only the blocks the decode side lacks move"
+    assert life["decode"]["num_pulled_blocks"] == 1
+
+
+async def until_streaming(cluster, body):
+    """Begin a stream; returns (response context, line iterator) after the first token."""
+    request = cluster.http.build_request("POST", "/v1/completions", json=body)
+    response = await cluster.http.send(request, stream=True)
+    lines = response.aiter_lines()
+    seen = 0
+    async for line in lines:
+        seen += line.startswith("data: {")
+        if seen >= 3:
+            return response, lines
+    raise AssertionError("the stream ended early")
+
+
+LONG_ANSWER = {
+    "model": "m",
+    "prompt": list(range(50)),
+    "max_tokens": 1500,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "return_token_ids": True,
+}
+
+
+async def test_only_decode_worker_killed_mid_stream_is_an_error_event_and_the_router_lives(cluster):
+    response, lines = await until_streaming(cluster, LONG_ANSWER)
+    cluster.decode[0].kill()
+    async with asyncio.timeout(30):
+        events = [json.loads(line[6:]) async for line in lines if line.startswith("data: {")]
+    await response.aclose()
+    error = events[-1]["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] in ("worker_lost", "worker_unavailable")
+    health = await cluster.http.get("/health")
+    assert health.status_code == 503
+    refused = await cluster.http.post(
+        "/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 2}
+    )
+    assert refused.status_code == 503
+    assert (await cluster.http.get("/v1/models")).status_code == 200
+    # the prefill worker's lease ends by itself: nobody is left to pull
+    async with asyncio.timeout(10):
+        while cluster.prefill[0].pool().num_held:
+            await asyncio.sleep(0.05)
+
+
+async def test_another_decode_worker_continues_the_stream_of_a_dead_one(cluster_of, tiny_model):
+    """Promise 5, as far as the one recovery path goes: no token lost, none doubled."""
+    async with cluster_of(tiny_model, num_decode=2) as cluster:
+        body = {**LONG_ANSWER, "max_tokens": 400}
+        expected = await cluster.complete(body["prompt"], 400)
+        request = cluster.http.build_request("POST", "/v1/completions", json=body)
+        response = await cluster.http.send(request, stream=True)
+        tokens, killed = [], False
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+            if len(tokens) > 20 and not killed:
+                killed = True
+                request_id = response.headers["x-request-id"]
+                life = await cluster.http.get(f"/debug/requests/{request_id}")
+                name = life.json()["decode_worker"]
+                next(w for w in cluster.decode if name.startswith(w.config.name)).kill()
+        await response.aclose()
+        assert killed
+        assert tokens == expected
