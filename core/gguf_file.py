@@ -124,7 +124,7 @@ def read_gguf(path: Path) -> GGUFFile:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return _parse(path, data)
-    except (OSError, ValueError, KeyError, struct.error) as error:
+    except (OSError, ValueError, KeyError, struct.error, OverflowError, RecursionError) as error:
         raise ModelLoadError(f"{path}: not a readable GGUF file ({error})") from error
 
 
@@ -141,7 +141,9 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
         key = cursor.string()
         metadata[key] = cursor.value(cursor.integer("I"))
     table = [_tensor(cursor) for _ in range(num_tensors)]
-    alignment = int(metadata.get("general.alignment", 32))  # type: ignore[arg-type]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"alignment {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
     tensors = {
         name: GGUFTensor(name=name, shape=shape, ggml_type=kind, offset=start + offset)

@@ -16,6 +16,9 @@ from typing import Any
 from core.errors import ModelLoadError
 from core.gguf_file import GGUFFile, read_gguf
 
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""What engine/models/registry.py has classes for: refused here, before anything is started."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
@@ -65,7 +68,8 @@ class ModelConfig:
 
 
 def load_model_config(model_path: str) -> ModelConfig:
-    """Raises ModelLoadError when the path is no GGUF file and no folder with a config.json."""
+    """Raises ModelLoadError when the path is no GGUF file and no folder with a config.json, or the
+    model is one that we would run wrongly."""
     path = Path(model_path)
     if path.is_file():
         return _from_gguf(read_gguf(path))
@@ -103,15 +107,12 @@ def _from_folder(folder: Path) -> ModelConfig:
 def _from_hf(
     config: Mapping[str, Any], generation: Mapping[str, Any], fingerprint: str
 ) -> ModelConfig:
-    architecture = str(config["model_type"])
+    architecture = _architecture(str(config["model_type"]))
+    _refuse_hf_extras(config)
     num_heads = int(config["num_attention_heads"])
     hidden_size = int(config["hidden_size"])
     rope = config.get("rope_parameters") or {}  # transformers 5 keeps theta and scaling together
     scaling = config.get("rope_scaling") or rope
-    qwen = architecture in ("qwen2", "qwen3")
-    window = config.get("sliding_window")
-    if qwen and not config.get("use_sliding_window", False):
-        window = None
     bias = bool(config.get("attention_bias", architecture == "qwen2"))
     return ModelConfig(
         architecture=architecture,
@@ -121,12 +122,12 @@ def _from_hf(
         num_layers=int(config["num_hidden_layers"]),
         num_attention_heads=num_heads,
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+        head_dim=int(config.get("head_dim") or _hf_head_dim(architecture, hidden_size, num_heads)),
         max_model_len=int(config["max_position_embeddings"]),
         rms_norm_eps=float(config["rms_norm_eps"]),
         rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         rope_scaling=_hf_rope_scaling(scaling, int(config["max_position_embeddings"])),
-        sliding_window=None if window is None else int(window),
+        sliding_window=_hf_sliding_window(architecture, config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bias,
         output_bias=bias and architecture != "qwen2",
@@ -137,6 +138,48 @@ def _from_hf(
         eos_token_ids=_ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id")),
         fingerprint=fingerprint,
     )
+
+
+def _architecture(name: str) -> str:
+    if name not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return name
+
+
+def _refuse_hf_extras(config: Mapping[str, Any]) -> None:
+    """Settings that change the computation and that we do not implement."""
+    if config.get("quantization_config"):
+        raise ModelLoadError("quantization_config: quantised safetensors are not supported")
+    rope = config.get("rope_parameters") or {}
+    rotary = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    if float(rotary) != 1.0:
+        raise ModelLoadError(f"partial_rotary_factor {rotary} is not supported, only 1")
+
+
+def _hf_head_dim(architecture: str, hidden_size: int, num_heads: int) -> int:
+    """What transformers takes when config.json does not say."""
+    return 128 if architecture == "qwen3" else hidden_size // num_heads
+
+
+def _hf_sliding_window(architecture: str, config: Mapping[str, Any]) -> int | None:
+    """None when no layer has one. A model whose layers differ is refused."""
+    if architecture == "llama":
+        return None
+    if architecture == "mistral":
+        window = config.get("sliding_window", 4096)  # transformers' default; null means none
+        return None if window is None else int(window)
+    if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
+        return None
+    num_layers = int(config["num_hidden_layers"])
+    num_full = min(int(config.get("max_window_layers", 28)), num_layers)
+    kinds = config.get("layer_types") or (
+        ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
+    )
+    if len(set(kinds)) > 1:
+        raise ModelLoadError("sliding-window and full-attention layers in one model: not supported")
+    return int(config["sliding_window"]) if kinds[0] == "sliding_attention" else None
 
 
 def _hf_rope_scaling(scaling: Mapping[str, Any], max_position: int) -> RopeScaling | None:
@@ -159,12 +202,15 @@ def _hf_rope_scaling(scaling: Mapping[str, Any], max_position: int) -> RopeScali
 
 
 def _from_gguf(gguf: GGUFFile) -> ModelConfig:
-    arch = gguf.string("general.architecture")
+    arch = _architecture(gguf.string("general.architecture"))
     num_heads = gguf.integer(f"{arch}.attention.head_count")
     hidden_size = gguf.integer(f"{arch}.embedding_length")
     head_dim = gguf.integer(f"{arch}.attention.key_length", hidden_size // num_heads)
     window = gguf.integer(f"{arch}.attention.sliding_window", 0)
-    eos = [gguf.integer(f"tokenizer.ggml.{name}_token_id", -1) for name in ("eos", "eot", "eom")]
+    if gguf.integer(f"{arch}.rope.dimension_count", head_dim) != head_dim:
+        raise ModelLoadError(f"{gguf.path.name}: rotation of a part of each head is not supported")
+    if "token_embd.weight" not in gguf.tensors:
+        raise ModelLoadError(f"{gguf.path.name}: no tensor token_embd.weight (a split file?)")
     bos = gguf.integer("tokenizer.ggml.bos_token_id", -1)
     return ModelConfig(
         architecture=arch,
@@ -186,9 +232,15 @@ def _from_gguf(gguf: GGUFFile) -> ModelConfig:
         mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in gguf.tensors,
         bos_token_id=bos if bos >= 0 else None,
-        eos_token_ids=tuple(dict.fromkeys(token_id for token_id in eos if token_id >= 0)),
+        eos_token_ids=gguf_eos_token_ids(gguf),
         fingerprint=_fingerprint(gguf.path),
     )
+
+
+def gguf_eos_token_ids(gguf: GGUFFile) -> tuple[int, ...]:
+    """The tokens that the file names as ends of text, of turn and of message."""
+    ids = [gguf.integer(f"tokenizer.ggml.{name}_token_id", -1) for name in ("eos", "eot", "eom")]
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id >= 0))
 
 
 def _gguf_rope_scaling(gguf: GGUFFile, arch: str) -> RopeScaling | None:

@@ -1,0 +1,326 @@
+"""Settings from a YAML file, the environment and flags, as one value: Settings.
+
+Flags win over TWOSTROKE_* variables, variables over the file, the file over defaults. All three are
+read here, once, by the same parsers; nothing else in the project reads the environment. An unknown
+key, variable or value is an error that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from core.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    RouterConfig,
+    SchedulerConfig,
+    TransferConfig,
+    WorkerConfig,
+)
+from core.errors import ConfigError
+from core.worker import WorkerRole
+from deploy.model_source import DEFAULT_MODEL, ResolvedModel
+
+ENV_PREFIX = "TWOSTROKE_"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an operator can say, flat. Sizes in tokens, blocks or bytes as named."""
+
+    model: str = DEFAULT_MODEL
+    served_model_name: str | None = None
+    prefill: int = 1
+    decode: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 0
+    block_size: int = 16
+    kv_memory: int = 1 << 30
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    request_timeout: float = 600.0
+    debug: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How one field of Settings is read from text and explained."""
+
+    parse: Callable[[str], object]
+    help: str
+    metavar: str = "N"
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    value = _whole(text)
+    if value < 1:
+        raise ValueError("must be at least 1")
+    return value
+
+
+def _port(text: str) -> int:
+    value = _whole(text)
+    if value > 65535:
+        raise ValueError(f"{value} is not a port")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise ValueError("must be a positive number of seconds")
+    return value
+
+
+def parse_bytes(text: str) -> int:
+    """`1073741824`, `1GiB`, `512 MB`, `2g`: powers of ten, or of two with an i."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if not match:
+        raise ValueError(f"{text!r} is not a size such as 512MiB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _flag(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "on": True}
+    words |= {"false": False, "0": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError(f"{text!r} is not true or false")
+    return words[text.lower()]
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("is empty")
+    return text
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "model": Setting(
+        parse=_text, metavar="MODEL", help="GGUF file, HF folder, hub id or smollm2 (the default)"
+    ),
+    "served_model_name": Setting(
+        parse=_text, metavar="NAME", help="name clients ask for (default: from the model)"
+    ),
+    "prefill": Setting(parse=_positive, help="prefill workers: they read prompts (default 1)"),
+    "decode": Setting(parse=_positive, help="decode workers: they write answers (default 1)"),
+    "host": Setting(parse=_text, metavar="HOST", help="address to listen on (default 127.0.0.1)"),
+    "port": Setting(parse=_port, metavar="PORT", help="port to listen on; 0 takes a free one"),
+    "device": Setting(parse=_text, metavar="DEVICE", help="where the model runs (default cpu)"),
+    "dtype": Setting(
+        parse=_one_of("float32", "bfloat16"),
+        metavar="TYPE",
+        help="float32 (the default) or bfloat16: weights, KV and arithmetic",
+    ),
+    "threads": Setting(
+        parse=_whole, help="CPU threads of each worker (default: its share of the cores)"
+    ),
+    "block_size": Setting(parse=_positive, help="positions in one KV block (default 16)"),
+    "kv_memory": Setting(
+        parse=parse_bytes, metavar="SIZE", help="KV cache of each worker (default 1GiB)"
+    ),
+    "max_model_len": Setting(
+        parse=_positive, help="longest prompt plus answer, in tokens (default: the model's)"
+    ),
+    "max_num_batched_tokens": Setting(
+        parse=_positive, help="prompt tokens of one prefill step (default 512)"
+    ),
+    "max_num_seqs": Setting(
+        parse=_positive, help="requests that one worker runs at a time (default 64)"
+    ),
+    "request_timeout": Setting(
+        parse=_seconds, metavar="S", help="deadline of one request (default 600)"
+    ),
+    "debug": Setting(
+        parse=_flag, metavar="BOOL", help="serve GET /debug/requests/{id}: where the time went"
+    ),
+}
+assert set(SETTINGS) == set(Settings.__dataclass_fields__), "one parser per setting"
+
+ENGINE_SETTINGS = (
+    "model",
+    "served_model_name",
+    "device",
+    "dtype",
+    "threads",
+    "block_size",
+    "kv_memory",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+)
+ROUTER_SETTINGS = ("model", "served_model_name", "host", "port", "request_timeout", "debug")
+
+
+def flag_name(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def load_settings(
+    *,
+    flags: Mapping[str, str],
+    env: Mapping[str, str] | None = None,
+    config: str | None = None,
+    base: Settings | None = None,
+) -> Settings:
+    """`flags` holds what was given on the command line, by field name. `env` None: the process's.
+
+    Raises ConfigError naming the flag, variable or key at fault.
+    """
+    variables = _from_env(os.environ if env is None else env)
+    path = config or variables.pop("config", None)
+    settings = base or Settings()
+    if path:
+        settings = _apply(settings, _from_file(path), lambda key: f"{path}: {key}")
+    settings = _apply(settings, variables, lambda key: ENV_PREFIX + key.upper())
+    return _apply(settings, flags, flag_name)
+
+
+def _apply(settings: Settings, values: Mapping[str, str], source: Callable[[str], str]) -> Settings:
+    parsed: dict[str, object] = {}
+    for key, text in values.items():
+        if key not in SETTINGS:
+            raise ConfigError(f"{source(key)}: there is no such setting{_nearest(key)}")
+        try:
+            parsed[key] = SETTINGS[key].parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{source(key)}: {error}") from None
+    return replace(settings, **parsed)  # type: ignore[arg-type]  # each parser returns its field's
+
+
+def _nearest(key: str) -> str:
+    matches = difflib.get_close_matches(key, SETTINGS)
+    return f" (did you mean {matches[0]}?)" if matches else ""
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name.removeprefix(ENV_PREFIX).lower(): text
+        for name, text in sorted(env.items())
+        if name.startswith(ENV_PREFIX)
+    }
+
+
+def _from_file(path: str) -> dict[str, str]:
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not readable as YAML: {reason}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, found a {type(tree).__name__}")
+    for key, value in tree.items():
+        if isinstance(value, (dict, list)):
+            raise ConfigError(f"{path}: {key}: expected one value, found a {type(value).__name__}")
+    return {str(key): str(value) for key, value in tree.items() if value is not None}
+
+
+def state_folder(env: Mapping[str, str] | None = None) -> Path:
+    """Where `up` notes what it started and keeps its logs, by the XDG rules."""
+    variables = os.environ if env is None else env
+    base = variables.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "twostroke"
+
+
+def share_of_cores(num_workers: int) -> int:
+    """Threads for each of `num_workers` workers on this machine. More than its share only makes
+    them wait for each other."""
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+
+
+def engine_config(settings: Settings, model: ResolvedModel, num_workers: int = 1) -> EngineConfig:
+    return EngineConfig(
+        model_path=model.path,
+        dtype=settings.dtype,
+        device=settings.device,
+        num_threads=settings.threads or share_of_cores(num_workers),
+        max_model_len=settings.max_model_len,
+        cache=CacheConfig(block_size=settings.block_size, memory_bytes=settings.kv_memory),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+        ),
+    )
+
+
+def transfer_config(settings: Settings) -> TransferConfig:
+    return TransferConfig(backend="nccl" if settings.device.startswith("cuda") else "gloo")
+
+
+def router_config(settings: Settings, model: ResolvedModel) -> RouterConfig:
+    return RouterConfig(
+        served_model_name=settings.served_model_name or model.served_name,
+        model_path=model.path,
+        host=settings.host,
+        port=settings.port,
+        request_timeout_s=settings.request_timeout,
+        enable_debug=settings.debug,
+    )
+
+
+def cluster_config(settings: Settings, model: ResolvedModel) -> ClusterConfig:
+    num_workers = settings.prefill + settings.decode
+    return ClusterConfig(
+        router=router_config(settings, model),
+        engine=engine_config(settings, model, num_workers),
+        transfer=transfer_config(settings),
+        num_prefill=settings.prefill,
+        num_decode=settings.decode,
+    )
+
+
+def worker_config(
+    settings: Settings, model: ResolvedModel, *, role: WorkerRole, name: str
+) -> WorkerConfig:
+    """One worker that an operator, or Kubernetes, starts by hand."""
+    return WorkerConfig(
+        name=name,
+        role=role,
+        served_model_name=settings.served_model_name or model.served_name,
+        engine=engine_config(settings, model),
+        transfer=transfer_config(settings),
+        host=settings.host,
+        port=settings.port,
+    )
+
+
+def parse_endpoints(texts: Iterable[str], flag: str) -> tuple[str, ...]:
+    """`host:port`, repeated or separated by commas. Raises ConfigError."""
+    endpoints = tuple(part for text in texts for part in text.split(",") if part)
+    for endpoint in endpoints:
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ConfigError(f"{flag}: {endpoint!r} is not host:port")
+    return endpoints

@@ -1,0 +1,86 @@
+"""`twostroke demo`: bring a cluster up, ask it something, show where the time went."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from dataclasses import replace
+
+from core.config import ClusterConfig
+from core.errors import ConfigError
+from deploy.api_client import ApiClient, Message
+from deploy.chat import ChatOptions, show_timeline, stream_answer
+from deploy.cluster import check_port
+from deploy.config_file import Settings
+from deploy.console import ClusterView
+from deploy.signals import run_until_stopped
+from deploy.up import describe, make_cluster, prepare
+
+QUESTION = (
+    "A two-stroke engine draws its mixture in with one stroke and burns it with the next. "
+    "In three short sentences: what does an engine need to run well?"
+)
+OPTIONS = ChatOptions(max_tokens=96, temperature=0.0, verbose=True)
+
+
+def demo(settings: Settings, *, stay: bool, use_ray: bool, port_given: bool) -> int:
+    """With `stay`, the cluster serves until Ctrl-C; otherwise it is stopped after one answer."""
+    settings = replace(settings, debug=True)
+    if not port_given:
+        settings = replace(settings, port=_free_port(settings))
+    config = prepare(settings)
+    return run_until_stopped(lambda: _demo(config, stay=stay, use_ray=use_ray), interrupted=130)
+
+
+def _free_port(settings: Settings) -> int:
+    """The usual port, or any: a demo should not fail for that."""
+    try:
+        check_port(settings.host, settings.port)
+    except ConfigError:
+        return 0
+    return settings.port
+
+
+async def _demo(config: ClusterConfig, *, stay: bool, use_ray: bool) -> int:
+    with ClusterView() as view:
+        view.note(f"{config.router.served_model_name} on {describe(config)}")
+        async with make_cluster(config, view, use_ray=use_ray) as cluster:
+            view.note(f"the cluster serves {cluster.url}/v1")
+            # In a thread: the client blocks, and the router shares this event loop.
+            await asyncio.to_thread(_ask, cluster.url)
+            _say(_curl(cluster.url, config.router.served_model_name))
+            if stay:
+                _say(f"Or talk to it: twostroke chat --url {cluster.url}   (Ctrl-C stops it all)")
+                with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C is its normal end
+                    await cluster.wait()
+    _say("Everything is stopped.")
+    return 0
+
+
+def _ask(url: str) -> None:
+    client = ApiClient(url)
+    try:
+        _say(f"\nYou: {QUESTION}\n")
+        answer = stream_answer(client, [Message(role="user", content=QUESTION)], OPTIONS)
+        _say("\nWhere the time went:")
+        show_timeline(client, answer.request_id)
+    finally:
+        client.close()
+
+
+def _curl(url: str, model: str) -> str:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+        "stream": True,
+    }
+    return (
+        f"\nTry next:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'"
+        f" \\\n    -d '{json.dumps(body)}'\n"
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,169 @@
+"""A cluster on a Ray instance of its own on this machine: starts it, uses it, leaves nothing.
+
+Owns the Ray session (daemons, their folder, the access token) and speaks to the controller actor.
+Ray is reachable from this machine only, with a token nobody else has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+
+from core.config import ClusterConfig
+from core.errors import InternalError
+from deploy.cluster import Cluster, Observer, ignore
+from deploy.placement import total_resources
+from deploy.ray_actors import NAMESPACE, start_controller
+from deploy.supervisor import ClusterState
+
+OBJECT_STORE_BYTES = 80_000_000
+"""Ray's least. Nothing of ours goes through the object store."""
+STOP_S = 20.0
+EXIT_S = 5.0
+MAX_FOLDER_CHARS = 40
+"""Ray puts unix sockets some 60 characters deeper; the kernel allows 107 in all."""
+Note = Callable[[str], None]
+"""Told in a few words what is being done."""
+
+
+class RayController:
+    """deploy.cluster.Controller: the controller actor, and the Ray session's life around it."""
+
+    def __init__(self, config: ClusterConfig, note: Note) -> None:
+        self._config = config
+        self._note = note
+        self._actor: Any = None
+        self._folder: Path | None = None
+        self._keep_logs = False
+
+    async def start(self) -> None:
+        self._folder = _make_folder()
+        self._note("starting Ray")
+        # Shielded: ray.init cannot be interrupted halfway, so a cancelled start waits for it in
+        # `stop` and shuts down what it made.
+        self._init = asyncio.ensure_future(asyncio.to_thread(_init, self._config, self._folder))
+        try:
+            await asyncio.shield(self._init)
+        except (RuntimeError, ConnectionError, RayError) as error:
+            raise self._failed(f"Ray did not start: {error}") from error
+        self._note("starting workers")
+        self._actor = start_controller(self._config)
+
+    @property
+    def log_folder(self) -> str:
+        """Logs of Ray and of all workers; gone after a clean stop, kept after a failure."""
+        return f"{self._folder}/session_latest/logs"
+
+    async def changed(self, version: int, timeout_s: float) -> ClusterState:
+        try:
+            state: ClusterState = await self._actor.changed.remote(version, timeout_s)
+        except RayError as error:
+            raise self._failed(f"the controller is lost: {error}") from error
+        self._keep_logs |= bool(state.failed)
+        return state
+
+    def _failed(self, message: str) -> InternalError:
+        self._keep_logs = True
+        return InternalError(message)
+
+    async def stop(self) -> None:
+        if self._folder is None:
+            return
+        await asyncio.wait([self._init])
+        processes = _session_processes(self._folder)
+        try:
+            await self._stop_workers()
+            self._note("stopping Ray")
+            await asyncio.to_thread(ray.shutdown)
+        finally:
+            _end(processes)
+        if self._keep_logs:
+            self._note(f"the logs of Ray and the workers are in {self.log_folder}")
+        else:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
+
+    async def _stop_workers(self) -> None:
+        if self._actor is None:
+            return
+        self._note("stopping workers")
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self._actor.stop.remote()
+        except (TimeoutError, RayError) as error:
+            self._note(f"workers did not stop by themselves: {error!r}")
+        ray.kill(self._actor, no_restart=True)
+        self._actor = None
+
+
+class RayCluster(Cluster):
+    """The router here, each worker in a Ray actor, supervised by the controller actor."""
+
+    def __init__(
+        self, config: ClusterConfig, *, observer: Observer = ignore, note: Note = lambda _: None
+    ) -> None:
+        super().__init__(config, RayController(config, note), observer=observer)
+
+
+def _make_folder() -> Path:
+    """Short, because of the sockets in it, and readable by this user only."""
+    base = tempfile.gettempdir()
+    return Path(
+        tempfile.mkdtemp(prefix="twostroke-", dir=base if len(base) < MAX_FOLDER_CHARS else "/tmp")
+    )
+
+
+def _init(config: ClusterConfig, folder: Path) -> None:
+    """Blocks for some five seconds."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    # Ray takes these from the environment only, its daemons inherit them. A token of our own: the
+    # default would be written to the user's home and shared with every Ray of this user.
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    resources = total_resources(config)
+    ray.init(
+        address="local",
+        num_cpus=resources.cpus,
+        num_gpus=resources.gpus or None,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        configure_logging=False,
+        namespace=NAMESPACE,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=str(folder),
+    )
+
+
+def _session_processes(folder: Path) -> list[psutil.Process]:
+    """The daemons of our session, known by its folder on their command line, and all below them."""
+    found: list[psutil.Process] = []
+    for process in psutil.Process().children():
+        try:
+            if any(str(folder) in argument for argument in process.cmdline()):
+                found += [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Ray ends its own processes; whatever is left after a moment is killed."""
+    _, alive = psutil.wait_procs(processes, timeout=EXIT_S)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=EXIT_S)

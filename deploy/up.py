@@ -1,0 +1,115 @@
+"""`twostroke up`: a cluster on this machine, in the foreground or detached."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from core.config import ClusterConfig
+from core.errors import ConfigError
+from core.model_config import load_model_config
+from deploy.cluster import Cluster, check_port
+from deploy.config_file import Settings, cluster_config
+from deploy.console import ClusterView
+from deploy.local import LocalCluster
+from deploy.model_source import resolve_model
+from deploy.ray_cluster import RayCluster
+from deploy.signals import run_until_stopped
+from deploy.state_file import ClusterRecord, Records, own_record
+
+POLL_S = 0.2
+
+
+def prepare(settings: Settings) -> ClusterConfig:
+    """Everything that can be wrong and is cheap to find out, before anything is started."""
+    model = resolve_model(settings.model)
+    load_model_config(model.path)
+    check_port(settings.host, settings.port)
+    return cluster_config(settings, model)
+
+
+def make_cluster(config: ClusterConfig, view: ClusterView, *, use_ray: bool) -> Cluster:
+    if use_ray:
+        return RayCluster(config, observer=view, note=view.note)
+    return LocalCluster(config, observer=view)
+
+
+def up(settings: Settings, *, use_ray: bool, records: Records) -> int:
+    """Serve until Ctrl-C, SIGTERM or a failure nobody can mend."""
+    config = prepare(settings)
+    url = f"http://{settings.host}:{settings.port}"
+    record = own_record(url=url, model=config.router.served_model_name)
+    records.write(record)
+    try:
+        return run_until_stopped(lambda: _serve(config, record, records, use_ray=use_ray))
+    finally:
+        records.remove(record.pid)
+
+
+async def _serve(
+    config: ClusterConfig, record: ClusterRecord, records: Records, *, use_ray: bool
+) -> int:
+    with ClusterView() as view:
+        view.note(f"serving {record.model} with {describe(config)}")
+        async with make_cluster(config, view, use_ray=use_ray) as cluster:
+            records.write(replace(record, url=cluster.url, ready=True))
+            view.note(f"ready: {cluster.url}/v1 (Ctrl-C stops it; `twostroke chat` talks to it)")
+            await cluster.wait()
+    return 0
+
+
+def describe(config: ClusterConfig) -> str:
+    return (
+        f"{config.num_prefill} prefill and {config.num_decode} decode workers,"
+        f" {config.engine.dtype}, threads per worker: {config.engine.num_threads}"
+    )
+
+
+def detach(arguments: Sequence[str], settings: Settings, *, records: Records, logs: Path) -> int:
+    """Start `twostroke up ARGUMENTS` in a session of its own; return when it serves or failed."""
+    prepare(settings)
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"up-{time.strftime('%Y%m%d-%H%M%S')}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "up", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return _follow(process, records, log)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        return 130
+
+
+def _follow(process: subprocess.Popen[bytes], records: Records, log: Path) -> int:
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        while True:
+            code = process.poll()
+            ready = any(record.pid == process.pid and record.ready for record in records.all())
+            sys.stderr.write(lines.read())
+            if code is not None:
+                return code
+            if ready:
+                print(f"running as process {process.pid}; `twostroke down` stops it; log: {log}")
+                process.returncode = 0  # ours no longer: it shall outlive us without a warning
+                return 0
+            time.sleep(POLL_S)
+
+
+def choose(records: Sequence[ClusterRecord], port: int | None) -> list[ClusterRecord]:
+    """The clusters that `down` means. Raises ConfigError when there is none on `port`."""
+    if port is None:
+        return list(records)
+    chosen = [record for record in records if record.url.endswith(f":{port}")]
+    if not chosen:
+        raise ConfigError(f"no cluster started by `twostroke up` listens on port {port}")
+    return chosen

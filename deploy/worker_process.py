@@ -1,0 +1,58 @@
+"""The child's side of deploy.processes: `python -m deploy.worker_process FD`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from multiprocessing.connection import Connection
+
+from core.config import WorkerConfig
+from core.errors import TwostrokeError
+from core.worker import WorkerInfo
+from deploy.processes import Loading, messages
+from deploy.signals import run_until_stopped
+from deploy.workers import serve_worker
+
+
+async def _serve(connection: Connection, config: WorkerConfig) -> int:
+    def ready(info: WorkerInfo) -> None:
+        connection.send(info)
+
+    def progress(stage: str, fraction: float) -> None:
+        connection.send(Loading(stage=stage, fraction=fraction))
+
+    serving = asyncio.create_task(serve_worker(config, ready, progress))
+    orphaned = asyncio.create_task(_end_of_file(connection))
+    try:
+        await asyncio.wait([serving, orphaned], return_when=asyncio.FIRST_COMPLETED)
+        return _report(connection, serving)
+    finally:
+        for task in (serving, orphaned):
+            task.cancel()
+        await asyncio.wait([serving, orphaned])
+
+
+def _report(connection: Connection, serving: asyncio.Task[None]) -> int:
+    if not serving.done():
+        return 0  # the parent is gone: nobody to tell
+    error = serving.exception()
+    if isinstance(error, TwostrokeError):
+        connection.send(error)
+    elif error:
+        raise error
+    return 1
+
+
+async def _end_of_file(connection: Connection) -> None:
+    async for _ in messages(connection):
+        pass
+
+
+def main(descriptor: str) -> int:
+    connection = Connection(int(descriptor))
+    config = connection.recv()
+    return run_until_stopped(lambda: _serve(connection, config))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,44 @@
+"""One worker as a value of its role, and a process that is nothing but one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from core.config import WorkerConfig
+from core.worker import WorkerInfo, WorkerRole
+from decode_workers.server import DecodeServer
+from deploy.supervisor import Progress
+from prefill_workers.server import PrefillServer
+
+
+class WorkerServer(Protocol):
+    """What both front ends offer: start once, wait, stop."""
+
+    async def start(self) -> WorkerInfo: ...
+
+    async def wait(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+def make_server(config: WorkerConfig, progress: Progress | None = None) -> WorkerServer:
+    if config.role is WorkerRole.PREFILL:
+        return PrefillServer(config, progress=progress)
+    return DecodeServer(config, progress=progress)
+
+
+async def serve_worker(
+    config: WorkerConfig, ready: Callable[[WorkerInfo], None], progress: Progress | None = None
+) -> None:
+    """Serve until cancelled or until the worker ends by itself; `ready` is told where it listens.
+
+    Raises ConfigError for a bad model or a taken port.
+    """
+    server = make_server(config, progress)
+    info = await server.start()
+    try:
+        ready(info)
+        await server.wait()
+    finally:
+        await server.stop()

@@ -1,0 +1,186 @@
+"""Attention over paged KV: write the new keys and values, attend to all of a sequence's blocks.
+
+What is equal for all layers of a step (index tensors, masks, grouping) is made once, by
+`plan_attention`. Sequences with one query are attended to in batches padded to a common length;
+longer chunks one by one. A sequence's padding is its own last block, never another's, so that
+nobody's values can reach a neighbour (zero times NaN is NaN).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch import ForwardInputs
+from engine.kernels.reference import decode_attention, gather_kv, prefill_attention, store_kv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeGroup:
+    """Sequences of similar length with one query each."""
+
+    rows: Tensor
+    """[B] int64: rows of the flat batch."""
+    gather: Tensor
+    """See reference.gather_kv."""
+    mask: Tensor
+    """[B, 1, 1, L]: 0 or -inf."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """Rows [start, end) of the flat batch: the last queries of one sequence of `seq_len` tokens."""
+
+    start: int
+    end: int
+    seq_len: int
+    gather: Tensor | None
+    """None: nothing is in the cache before this chunk, its own keys are all there is."""
+    mask: Tensor | None
+    """[end - start, seq_len]: 0 or -inf. None is plain causal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """One step's attention, the same for every layer."""
+
+    scale: float
+    store_rows: Tensor
+    """See reference.store_kv."""
+    decode: tuple[DecodeGroup, ...]
+    prefill: tuple[PrefillChunk, ...]
+
+
+def paged_attention(
+    query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan
+) -> Tensor:
+    """query [T, H, D], key and value [T, K, D], kv_layer [2, num_blocks, K, block_size, D], which
+    is written to -> [T, H, D]."""
+    store_kv(key, value, kv_layer, plan.store_rows)
+    out = torch.empty_like(query)
+    for group in plan.decode:
+        keys, values = gather_kv(kv_layer, group.gather, len(group.rows))
+        out[group.rows] = decode_attention(query[group.rows], keys, values, group.mask, plan.scale)
+    for chunk in plan.prefill:
+        rows = slice(chunk.start, chunk.end)
+        keys, values = _chunk_kv(key[rows], value[rows], kv_layer, chunk)
+        out[rows] = prefill_attention(query[rows], keys, values, chunk.mask, plan.scale)
+    return out
+
+
+def _chunk_kv(
+    key: Tensor, value: Tensor, kv_layer: Tensor, chunk: PrefillChunk
+) -> tuple[Tensor, Tensor]:
+    """[K, seq_len, D] each."""
+    if chunk.gather is None:
+        return key.transpose(0, 1), value.transpose(0, 1)
+    keys, values = gather_kv(kv_layer, chunk.gather, 1)
+    return keys[0, :, : chunk.seq_len], values[0, :, : chunk.seq_len]
+
+
+def plan_attention(
+    inputs: ForwardInputs,
+    kv_shape: Sequence[int],
+    *,
+    scale: float,
+    sliding_window: int | None,
+    dtype: torch.dtype,
+) -> AttentionPlan:
+    """`kv_shape` is that of the whole cache: [num_layers, 2, num_blocks, K, block_size, D].
+
+    With a sliding window a query sees itself and the `sliding_window - 1` positions before it.
+    """
+    _, _, num_blocks, num_kv_heads, block_size, _ = kv_shape
+    planner = _Planner(inputs, num_blocks, num_kv_heads, block_size, sliding_window, dtype)
+    return AttentionPlan(
+        scale=scale,
+        store_rows=planner.store_rows(),
+        decode=tuple(planner.decode_group(indices) for indices in _similar_lengths(inputs)),
+        prefill=tuple(
+            planner.prefill_chunk(index, start)
+            for index, start in enumerate(inputs.query_starts)
+            if inputs.query_lens[index] > 1
+        ),
+    )
+
+
+def _similar_lengths(inputs: ForwardInputs) -> list[list[int]]:
+    """Indices of the sequences with one query, grouped by the power of two of their block count:
+    padding at most doubles the work, however uneven the lengths are."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, (query_len, count) in enumerate(
+        zip(inputs.query_lens, inputs.num_blocks, strict=True)
+    ):
+        if query_len == 1:
+            groups[max(count - 1, 7).bit_length()].append(index)
+    return list(groups.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    inputs: ForwardInputs
+    num_blocks: int
+    num_kv_heads: int
+    block_size: int
+    sliding_window: int | None
+    dtype: torch.dtype
+
+    @property
+    def _device(self) -> torch.device:
+        return self.inputs.block_tables.device
+
+    def _range(self, end: int) -> Tensor:
+        return torch.arange(end, device=self._device)
+
+    def store_rows(self) -> Tensor:
+        slots = self.inputs.slot_mapping
+        block, offset = slots // self.block_size, slots % self.block_size
+        slices = self._slices(block.unsqueeze(0))[:, 0]  # [2, K, T]
+        return (slices * self.block_size + offset).transpose(1, 2).reshape(-1)
+
+    def _slices(self, blocks: Tensor) -> Tensor:
+        """[B, n] block ids -> [2, B, K, n] numbers of their head slices in the flattened layer."""
+        kv = self._range(2).view(2, 1, 1, 1) * self.num_blocks
+        heads = self._range(self.num_kv_heads).view(1, 1, -1, 1)
+        return (kv + blocks[None, :, None, :]) * self.num_kv_heads + heads
+
+    def decode_group(self, indices: list[int]) -> DecodeGroup:
+        inputs = self.inputs
+        num_blocks = max(inputs.num_blocks[index] for index in indices)
+        tables = inputs.block_tables[indices, :num_blocks]
+        seq_lens = torch.tensor([inputs.seq_lens[i] for i in indices], device=self._device)
+        queries = (seq_lens - 1).view(-1, 1, 1, 1)
+        return DecodeGroup(
+            rows=torch.tensor([inputs.query_starts[i] for i in indices], device=self._device),
+            gather=self._slices(tables).reshape(-1),
+            mask=self._mask(queries, self._range(num_blocks * self.block_size)),
+        )
+
+    def prefill_chunk(self, index: int, start: int) -> PrefillChunk:
+        query_len, seq_len = self.inputs.query_lens[index], self.inputs.seq_lens[index]
+        whole = query_len == seq_len
+        windowed = self.sliding_window is not None and self.sliding_window < seq_len
+        positions = self._range(seq_len)
+        table = self.inputs.block_tables[index : index + 1, : self.inputs.num_blocks[index]]
+        return PrefillChunk(
+            start=start,
+            end=start + query_len,
+            seq_len=seq_len,
+            gather=None if whole else self._slices(table).reshape(-1),
+            mask=None
+            if whole and not windowed
+            else self._mask(positions[-query_len:].unsqueeze(1), positions),
+        )
+
+    def _mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """0 where the query at a position may see the key at a position, else -inf."""
+        hidden = keys > queries
+        if self.sliding_window is not None:
+            hidden = hidden | (keys <= queries - self.sliding_window)
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=self._device).masked_fill_(
+            hidden, float("-inf")
+        )

@@ -1,0 +1,80 @@
+"""Fill a model's slots from a checkpoint: every slot once, every tensor used, or a named error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import nn
+
+from core.errors import ModelLoadError
+from engine.models.llama import LlamaForCausalLM
+from engine.weights.gguf import open_gguf
+from engine.weights.safetensors import open_safetensors
+from parallel.weights import HasWeightSlots, StoredTensor, WeightSlot
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction done, 0 to 1."""
+
+
+def open_checkpoint(model_path: str) -> Mapping[str, StoredTensor]:
+    """Stored tensors by Hugging Face name. Raises ModelLoadError when there are none to read."""
+    path = Path(model_path)
+    return open_gguf(path) if path.is_file() else open_safetensors(path)
+
+
+def load_weights(
+    model: LlamaForCausalLM,
+    checkpoint: Mapping[str, StoredTensor],
+    progress: Progress | None = None,
+) -> None:
+    """Raises ModelLoadError naming every tensor that is missing, left over or of another shape;
+    nothing is loaded then."""
+    slots = weight_slots(model, model.CHECKPOINT_NAMES)
+    wanted = {name: slot for name, slot in slots.items() if slot.required or name in checkpoint}
+    _check_names(wanted, checkpoint, model.ignores)
+    for name, slot in wanted.items():
+        if checkpoint[name].shape != slot.shape:
+            raise ModelLoadError(
+                f"tensor {name} has shape {list(checkpoint[name].shape)}, "
+                f"the model needs {list(slot.shape)}"
+            )
+    total = sum(math.prod(slot.shape) for slot in wanted.values())
+    done = 0
+    for name, slot in wanted.items():
+        slot.load(checkpoint[name])
+        done += math.prod(slot.shape)
+        if progress is not None:
+            progress("loading weights", done / total)
+
+
+def weight_slots(model: nn.Module, renames: Mapping[str, str]) -> dict[str, WeightSlot]:
+    """All slots of a model by the name their tensor has in a checkpoint."""
+    slots: dict[str, WeightSlot] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, HasWeightSlots):
+            for slot in module.weight_slots():
+                name = f"{path}.{slot.name}"
+                for ours, theirs in renames.items():
+                    name = name.replace(ours, theirs)
+                slots[name] = slot
+    return slots
+
+
+def _check_names(
+    wanted: Mapping[str, WeightSlot],
+    checkpoint: Mapping[str, StoredTensor],
+    ignores: Callable[[str], bool],
+) -> None:
+    missing = [name for name in wanted if name not in checkpoint]
+    if missing:
+        raise ModelLoadError(f"the checkpoint lacks {_listed(missing)}")
+    unexpected = [name for name in checkpoint if name not in wanted and not ignores(name)]
+    if unexpected:
+        raise ModelLoadError(f"the model has no place for {_listed(unexpected)}")
+
+
+def _listed(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{len(names)} tensor(s): {', '.join(names[:limit])}{more}"

@@ -1,0 +1,167 @@
+"""deploy.config_file: one meaning for flags, variables and files; every mistake is named."""
+
+import os
+import re
+from dataclasses import fields
+
+import pytest
+
+from core.errors import ConfigError
+from core.worker import WorkerRole
+from deploy.config_file import (
+    SETTINGS,
+    Settings,
+    cluster_config,
+    load_settings,
+    parse_bytes,
+    parse_endpoints,
+    share_of_cores,
+    state_folder,
+    worker_config,
+)
+from deploy.model_source import ResolvedModel
+
+MODEL = ResolvedModel(path="/models/m.gguf", served_name="m")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "cluster.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def load(flags=None, env=None, config=None):
+    return load_settings(flags=flags or {}, env=env or {}, config=config)
+
+
+def test_nothing_said_gives_the_defaults():
+    assert load() == Settings()
+
+
+def test_flags_win_over_variables_over_the_file(write):
+    config = write("port: 1\nblock_size: 8\ndecode: 4\n")
+    settings = load({"port": "3"}, {"TWOSTROKE_PORT": "2", "TWOSTROKE_BLOCK_SIZE": "16"}, config)
+    assert (settings.port, settings.block_size, settings.decode) == (3, 16, 4)
+
+
+def test_the_file_may_be_named_by_a_variable(write):
+    assert load(env={"TWOSTROKE_CONFIG": write("decode: 3")}).decode == 3
+
+
+def test_every_setting_reads_its_own_default_back():
+    for field in fields(Settings):
+        default = getattr(Settings(), field.name)
+        if default not in (None, 0):
+            assert SETTINGS[field.name].parse(str(default)) == default, field.name
+
+
+def test_yaml_values_mean_what_they_look_like(write):
+    text = "debug: true\nkv_memory: 512MiB\nmax_model_len: null\ndtype: bfloat16\n# comment\n"
+    settings = load(config=write(text))
+    assert settings.debug is True
+    assert settings.kv_memory == 512 << 20
+    assert settings.max_model_len is None
+    assert settings.dtype == "bfloat16"
+
+
+def test_empty_file_is_no_error(write):
+    assert load(config=write("")) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "yaml", "message"),
+    [
+        ({"port": "x"}, {}, "", "--port: 'x' is not a whole number"),
+        ({"port": "65536"}, {}, "", "--port: 65536 is not a port"),
+        ({"max_num_seqs": "0"}, {}, "", "--max-num-seqs: must be at least 1"),
+        ({"dtype": "int3"}, {}, "", "--dtype: 'int3' is not one of float32, bfloat16"),
+        ({"request_timeout": "nan"}, {}, "", "--request-timeout: must be a positive number"),
+        ({"request_timeout": "soon"}, {}, "", "--request-timeout: 'soon' is not a number"),
+        ({"host": ""}, {}, "", "--host: is empty"),
+        ({}, {"TWOSTROKE_KV_MEMORY": "much"}, "", "TWOSTROKE_KV_MEMORY: 'much' is not a size"),
+        ({}, {"TWOSTROKE_PROT": "1"}, "", "TWOSTROKE_PROT: there is no such setting (did you"),
+        ({}, {"TWOSTROKE_DEBUG": "maybe"}, "", "TWOSTROKE_DEBUG: 'maybe' is not true or false"),
+        ({}, {}, "blocksize: 8", "cluster.yaml: blocksize: there is no such setting (did you"),
+        ({}, {}, "zzz: 8", "cluster.yaml: zzz: there is no such setting"),
+        ({}, {}, "port: [1]", "cluster.yaml: port: expected one value, found a list"),
+        ({}, {}, "- port", "cluster.yaml: expected `key: value` lines, found a list"),
+        ({}, {}, "port: {", "cluster.yaml: not readable as YAML"),
+        ({}, {}, "!!python/object/apply:os.getpid []", "not readable as YAML"),
+    ],
+)
+def test_each_mistake_is_named_in_one_line(write, flags, env, yaml, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load(flags, env, write(yaml))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.yaml"):
+        load(config=str(tmp_path / "nowhere.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", 1),
+        ("1k", 1000),
+        ("1 KiB", 1024),
+        ("1.5GiB", 3 << 29),
+        ("2gb", 2 * 10**9),
+        ("3Mi", 3 << 20),
+    ],
+)
+def test_sizes(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "1TiB", "1 2"])
+def test_no_sizes(text):
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_settings_become_the_cluster_config():
+    config = cluster_config(load({"prefill": "2", "decode": "3", "block_size": "32"}), MODEL)
+    assert (config.num_prefill, config.num_decode) == (2, 3)
+    assert config.engine.model_path == config.router.model_path == "/models/m.gguf"
+    assert config.engine.cache.block_size == 32
+    assert config.router.served_model_name == "m"
+    assert config.transfer.backend == "gloo"
+
+
+def test_workers_share_the_cores_unless_told():
+    cores = len(os.sched_getaffinity(0))
+    assert share_of_cores(1) == cores
+    assert share_of_cores(10 * cores) == 1
+    assert cluster_config(load({"threads": "7"}), MODEL).engine.num_threads == 7
+
+
+def test_cuda_moves_kv_over_nccl():
+    config = cluster_config(load({"device": "cuda"}), MODEL)
+    assert config.transfer.backend == "nccl"
+
+
+def test_a_worker_by_hand():
+    settings = load({"port": "0", "served_model_name": "other", "host": "10.0.0.1"})
+    config = worker_config(settings, MODEL, role=WorkerRole.DECODE, name="decode-7")
+    assert (config.name, config.role, config.host, config.port) == (
+        "decode-7", WorkerRole.DECODE, "10.0.0.1", 0,
+    )  # fmt: skip
+    assert config.served_model_name == "other"
+
+
+def test_endpoints():
+    assert parse_endpoints(["a:1,b:2", "[::1]:3"], "--decode") == ("a:1", "b:2", "[::1]:3")
+    for bad in ("a", ":1", "a:b", "a:70000"):
+        with pytest.raises(ConfigError, match="--decode: .* is not host:port"):
+            parse_endpoints([bad], "--decode")
+
+
+def test_state_folder_follows_xdg(tmp_path):
+    assert state_folder({"XDG_STATE_HOME": str(tmp_path)}) == tmp_path / "twostroke"
+    assert state_folder({}).parts[-3:] == (".local", "state", "twostroke")
