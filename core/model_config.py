@@ -34,6 +34,18 @@ class RopeScaling:
     attention_factor: float | None = None
 
 
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_model_len",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder-only transformer. Sizes in elements, lengths in tokens."""
@@ -65,6 +77,15 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str = ""
     """Digest of shape and weights; equal on every machine that holds the same files."""
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ModelLoadError(f"{name} is {getattr(self, name)}; it must be positive")
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ModelLoadError(
+                f"{self.num_attention_heads} heads cannot share {self.num_kv_heads} kv heads evenly"
+            )
 
 
 def load_model_config(model_path: str) -> ModelConfig:
@@ -160,7 +181,7 @@ def _refuse_hf_extras(config: Mapping[str, Any]) -> None:
 
 def _hf_head_dim(architecture: str, hidden_size: int, num_heads: int) -> int:
     """What transformers takes when config.json does not say."""
-    return 128 if architecture == "qwen3" else hidden_size // num_heads
+    return 128 if architecture == "qwen3" else hidden_size // max(num_heads, 1)
 
 
 def _hf_sliding_window(architecture: str, config: Mapping[str, Any]) -> int | None:
@@ -205,7 +226,7 @@ def _from_gguf(gguf: GGUFFile) -> ModelConfig:
     arch = _architecture(gguf.string("general.architecture"))
     num_heads = gguf.integer(f"{arch}.attention.head_count")
     hidden_size = gguf.integer(f"{arch}.embedding_length")
-    head_dim = gguf.integer(f"{arch}.attention.key_length", hidden_size // num_heads)
+    head_dim = gguf.integer(f"{arch}.attention.key_length", hidden_size // max(num_heads, 1))
     window = gguf.integer(f"{arch}.attention.sliding_window", 0)
     if gguf.integer(f"{arch}.rope.dimension_count", head_dim) != head_dim:
         raise ModelLoadError(f"{gguf.path.name}: rotation of a part of each head is not supported")

@@ -54,5 +54,5 @@ class GrpcPeerClient:
         try:
             return method(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            code = error.code().name if isinstance(error, grpc.Call) else "closed"
-            raise TransferError(f"the KV owner {self._address} did not answer: {code}") from error
+            code = getattr(error, "code", lambda: None)()
+            raise TransferError(f"the KV owner {self._address} did not answer ({code})") from error

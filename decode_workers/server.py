@@ -15,6 +15,7 @@ from decode_workers.worker import DecodeWorker
 from engine.block_pool import BlockPool
 from engine.executor import LocalExecutor
 from engine.model_runner import ModelRunner
+from kv_transfer.distributed import DistributedTransports
 from kv_transfer.receiver import KVReceiver
 from protocol.worker_server import WorkerServer
 
@@ -44,8 +45,10 @@ class DecodeServer:
             layout=self.executor.layout,
             config=config.transfer,
             host=config.advertise_host or config.host,
+            transports=DistributedTransports(config.transfer.backend),
             peers=lambda address: GrpcPeerClient(address, config.transfer.timeout_s),
             clock=time.monotonic,
+            wake=lambda: self._server.loop.wake(),
         )
         self.worker = DecodeWorker(
             config.engine, self.executor, self.pool, self.receiver, time.monotonic

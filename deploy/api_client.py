@@ -6,7 +6,7 @@ Every failure is a TwostrokeError with one line to show.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -63,7 +63,7 @@ class ApiClient:
         """Raises a TwostrokeError when the router does not keep this request's times."""
         return lifetime_from_json(self._get(f"/debug/requests/{request_id}"))
 
-    def chat(self, messages: Sequence[Message], **options: object) -> Iterator[Delta]:
+    def chat(self, messages: Sequence[Message], **options: object) -> Generator[Delta, None, None]:
         """Pieces of the answer as they come. Closing the iterator aborts the request."""
         body = {
             "model": self.model(),
@@ -78,9 +78,10 @@ class ApiClient:
             if response.status_code != httpx.codes.OK:
                 response.read()
                 raise _error(response)
+            request_id = response.headers.get("x-request-id", "")
             for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    yield from _deltas(json.loads(line.removeprefix("data: ")))
+                    yield from _deltas(json.loads(line.removeprefix("data: ")), request_id)
 
     def _get(self, path: str) -> Json:
         with self._failures():
@@ -102,12 +103,12 @@ class ApiClient:
             raise InternalError(f"{self.url}: {error or type(error).__name__}") from error
 
 
-def _deltas(event: Json) -> Iterator[Delta]:
+def _deltas(event: Json, request_id: str) -> Iterator[Delta]:
     if "error" in event:
         raise error_from_code(str(event["error"].get("code")), str(event["error"].get("message")))
     for choice in event["choices"]:
         yield Delta(
-            request_id=str(event["id"]),
+            request_id=request_id,
             text=choice["delta"].get("content") or "",
             finish_reason=choice["finish_reason"],
         )

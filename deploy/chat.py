@@ -89,7 +89,7 @@ def stream_answer(client: ApiClient, messages: Sequence[Message], options: ChatO
     """Print the answer as it comes. Ctrl-C stops it; what came so far is the answer."""
     text, request_id = "", ""
     deltas = client.chat(messages, **options.request_fields())
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(deltas):  # type: ignore[type-var]
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(deltas):
         for delta in deltas:
             request_id = delta.request_id
             text += delta.text

@@ -14,11 +14,13 @@ from typing import Protocol, Self
 
 from core.config import ClusterConfig
 from core.errors import ConfigError, WorkerUnavailableError
+from core.worker import WorkerRole
 from deploy.supervisor import ClusterState
 from router.server import RouterServer, WorkerEndpoint
 from router.tokenizer import Tokenizer, load_tokenizer
 
 POLL_S = 5.0
+CONNECT_S = 20.0
 Observer = Callable[[ClusterState], None]
 """Shown every state the workers go through. Called on the event loop; must not block."""
 
@@ -63,6 +65,7 @@ class Cluster:
         self.state = ClusterState(version=-1, slots=())
         self.router: RouterServer | None = None
         self._observer = observer
+        self._told: list[WorkerEndpoint] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -110,13 +113,30 @@ class Cluster:
         await router.start()
         self.router = router
         await self._tell_router()
+        await self._connected(router)
+
+    async def _connected(self, router: RouterServer) -> None:
+        """Wait until the router has a stream to every worker: the first request shall not be the
+        one that finds out."""
+        wanted = {
+            WorkerRole.PREFILL: self.config.num_prefill,
+            WorkerRole.DECODE: self.config.num_decode,
+        }
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                while {role: len(router.registry.snapshots(role)) for role in wanted} != wanted:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise WorkerUnavailableError("the router cannot reach its workers") from None
 
     async def _observe(self) -> None:
-        """Wait for news of the workers. Raises WorkerUnavailableError when one is given up."""
+        """Wait for news of the workers. When one is given up, raises ConfigError if what was asked
+        for is to blame, else WorkerUnavailableError."""
         self.state = await self.controller.changed(self.state.version, POLL_S)
         self._observer(self.state)
         for slot in self.state.failed:
-            raise WorkerUnavailableError(f"{slot.name} cannot be started: {slot.error}")
+            kind = ConfigError if slot.fatal else WorkerUnavailableError
+            raise kind(f"{slot.name} cannot be started: {slot.error}")
 
     async def _watch(self) -> None:
         while True:
@@ -124,14 +144,14 @@ class Cluster:
             await self._tell_router()
 
     async def _tell_router(self) -> None:
-        assert self.router
-        await self.router.set_workers(
-            [
-                WorkerEndpoint(role=slot.role, address=slot.address)
-                for slot in self.state.ready
-                if slot.address
-            ]
-        )
+        endpoints = [
+            WorkerEndpoint(role=slot.role, address=slot.address)
+            for slot in self.state.ready
+            if slot.address
+        ]
+        if self.router and endpoints != self._told:
+            await self.router.set_workers(endpoints)
+            self._told = endpoints
 
     async def _stop(self) -> None:
         try:

@@ -210,7 +210,7 @@ def _apply(settings: Settings, values: Mapping[str, str], source: Callable[[str]
     parsed: dict[str, object] = {}
     for key, text in values.items():
         if key not in SETTINGS:
-            raise ConfigError(f"{source(key)}: there is no such setting{_nearest(key)}")
+            raise ConfigError(f"{source(key)}: there is no such setting{nearest(key)}")
         try:
             parsed[key] = SETTINGS[key].parse(text)
         except ValueError as error:
@@ -218,9 +218,10 @@ def _apply(settings: Settings, values: Mapping[str, str], source: Callable[[str]
     return replace(settings, **parsed)  # type: ignore[arg-type]  # each parser returns its field's
 
 
-def _nearest(key: str) -> str:
+def nearest(key: str, spell: Callable[[str], str] = str) -> str:
+    """A hint for a mistyped setting, empty when none is near."""
     matches = difflib.get_close_matches(key, SETTINGS)
-    return f" (did you mean {matches[0]}?)" if matches else ""
+    return f" (did you mean {spell(matches[0])}?)" if matches else ""
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, str]:

@@ -51,6 +51,8 @@ class Slot:
     fraction: float = 0.0
     error: str | None = None
     """Why it died last."""
+    fatal: bool = False
+    """That reason lies in what was asked for (a bad model), not in chance."""
 
 
 Slots = Mapping[str, Slot]
@@ -136,7 +138,7 @@ def started(
 def died(
     slots: Slots, name: str, launch: int, *, error: str, fatal: bool, now: float
 ) -> dict[str, Slot]:
-    """`fatal`: the reason lies in what was asked for (a bad model), not in chance."""
+    """The worker of that launch has ended, or could not start. `fatal` as in Slot."""
     slot = slots.get(name)
     if slot is None:
         return dict(slots)
@@ -146,7 +148,7 @@ def died(
     return _update(
         slots, name, launch, phase=Phase.FAILED if hopeless else Phase.WAITING, failures=failures,
         retry_at=now + backoff(failures), ready_since=None, address=None, pid=None, error=error,
-        stage="", fraction=0.0,
+        fatal=fatal, stage="", fraction=0.0,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from deploy.cluster import check_port
 from deploy.config_file import Settings
 from deploy.console import ClusterView
 from deploy.signals import run_until_stopped
-from deploy.up import describe, make_cluster, prepare
+from deploy.up import Backend, describe, make_cluster, prepare
 
 QUESTION = (
     "A two-stroke engine draws its mixture in with one stroke and burns it with the next. "
@@ -25,13 +25,12 @@ QUESTION = (
 OPTIONS = ChatOptions(max_tokens=96, temperature=0.0, verbose=True)
 
 
-def demo(settings: Settings, *, stay: bool, use_ray: bool, port_given: bool) -> int:
+def demo(settings: Settings, *, stay: bool, backend: Backend, port_given: bool) -> int:
     """With `stay`, the cluster serves until Ctrl-C; otherwise it is stopped after one answer."""
-    settings = replace(settings, debug=True)
     if not port_given:
         settings = replace(settings, port=_free_port(settings))
     config = prepare(settings)
-    return run_until_stopped(lambda: _demo(config, stay=stay, use_ray=use_ray), interrupted=130)
+    return run_until_stopped(lambda: _demo(config, stay=stay, backend=backend), interrupted=130)
 
 
 def _free_port(settings: Settings) -> int:
@@ -43,10 +42,10 @@ def _free_port(settings: Settings) -> int:
     return settings.port
 
 
-async def _demo(config: ClusterConfig, *, stay: bool, use_ray: bool) -> int:
+async def _demo(config: ClusterConfig, *, stay: bool, backend: Backend) -> int:
     with ClusterView() as view:
         view.note(f"{config.router.served_model_name} on {describe(config)}")
-        async with make_cluster(config, view, use_ray=use_ray) as cluster:
+        async with make_cluster(config, view, backend) as cluster:
             view.note(f"the cluster serves {cluster.url}/v1")
             # In a thread: the client blocks, and the router shares this event loop.
             await asyncio.to_thread(_ask, cluster.url)

@@ -102,7 +102,7 @@ class RayLauncher:
 
     async def _place(self, placement: WorkerPlacement) -> PlacementGroup:
         bundles = [bundle.resources() for bundle in placement.bundles]
-        group = placement_group(bundles, strategy=placement.strategy)
+        group: PlacementGroup = placement_group(bundles, strategy=placement.strategy)
         try:
             async with asyncio.timeout(PLACEMENT_TIMEOUT_S):
                 await group.ready()

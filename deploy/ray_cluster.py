@@ -70,7 +70,7 @@ class RayController:
             state: ClusterState = await self._actor.changed.remote(version, timeout_s)
         except RayError as error:
             raise self._failed(f"the controller is lost: {error}") from error
-        self._keep_logs |= bool(state.failed)
+        self._keep_logs |= any(not slot.fatal for slot in state.failed)
         return state
 
     def _failed(self, message: str) -> InternalError:

@@ -14,13 +14,16 @@ import psutil
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run_until_stopped(main: Callable[[], Coroutine[Any, Any, int]], *, interrupted: int = 0) -> int:
+Main = Callable[[], Coroutine[Any, Any, int]]
+
+
+def run_until_stopped(main: Main, *, interrupted: int = 0, quiet: bool = False) -> int:
     """Run `main()` on a fresh event loop. A signal cancels it, so that its context managers clean
-    up; then the exit code is `interrupted`."""
-    return asyncio.run(_guarded(main, interrupted))
+    up; then the exit code is `interrupted`. `quiet`: say nothing to people about it."""
+    return asyncio.run(_guarded(main, interrupted, quiet))
 
 
-async def _guarded(main: Callable[[], Coroutine[Any, Any, int]], interrupted: int) -> int:
+async def _guarded(main: Main, interrupted: int, quiet: bool) -> int:
     work = asyncio.create_task(main())
     stopping = False
 
@@ -30,7 +33,8 @@ async def _guarded(main: Callable[[], Coroutine[Any, Any, int]], interrupted: in
             kill_descendants()
             os._exit(130)
         stopping = True
-        print("\nstopping (once more to force it)", file=sys.stderr, flush=True)
+        if not quiet:
+            print("\nstopping (once more to force it)", file=sys.stderr, flush=True)
         work.cancel()
 
     loop = asyncio.get_running_loop()

@@ -7,10 +7,13 @@ same pid later.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+
+from core.errors import ConfigError
 
 STOP_S = 30.0
 
@@ -75,6 +78,16 @@ def process_of(record: ClusterRecord) -> psutil.Process | None:
         return process if alive and process.create_time() == record.started else None
     except psutil.NoSuchProcess:
         return None
+
+
+def choose(records: Sequence[ClusterRecord], port: int | None) -> list[ClusterRecord]:
+    """The clusters that `down` means. Raises ConfigError when there is none on `port`."""
+    if port is None:
+        return list(records)
+    chosen = [record for record in records if record.url.endswith(f":{port}")]
+    if not chosen:
+        raise ConfigError(f"no cluster started by `twostroke up` listens on port {port}")
+    return chosen
 
 
 def stop(record: ClusterRecord, timeout_s: float = STOP_S) -> bool:

@@ -142,7 +142,7 @@ class Supervisor:
             error: Exception = RuntimeError("it ended by itself")
         except Exception as caught:  # whatever it is, it is why this worker is no more
             error = caught
-        logger.warning("%s died: %s", slot.name, error)
+        logger.info("%s died: %s", slot.name, error)
         self._died(slot, error)
 
     async def _serve(self, slot: Slot) -> None:

@@ -43,12 +43,12 @@ def _prefill_spans(life: Lifetime) -> list[Span]:
     times, start = life.prefill, life.prefill_sent - life.arrived
     num_computed = times.num_prompt_tokens - times.num_cached_tokens
     return [
-        Span(name="queue", start_s=start, duration_s=times.queue_s, note=life.prefill_worker or ""),
+        Span(name="queue", start_s=start, duration_s=times.queue_s, note=_who(life.prefill_worker)),
         Span(
             name="prefill",
             start_s=start + times.queue_s,
             duration_s=times.prefill_s,
-            note=f"{life.prefill_worker}: {num_computed} tokens computed,"
+            note=f"{_who(life.prefill_worker)}: {num_computed} tokens computed,"
             f" {times.num_cached_tokens} cached",
         ),
     ]
@@ -60,22 +60,27 @@ def _decode_spans(life: Lifetime) -> list[Span]:
     times, start = life.decode, life.decode_sent - life.arrived
     arrived = start + times.queue_s
     return [
-        Span(name="queue", start_s=start, duration_s=times.queue_s, note=life.decode_worker or ""),
+        Span(name="queue", start_s=start, duration_s=times.queue_s, note=_who(life.decode_worker)),
         Span(
             name="transfer",
             start_s=arrived,
             duration_s=times.transfer_s,
             note=f"{times.num_pulled_blocks} blocks, {size(times.num_pulled_bytes)}"
-            f" {life.prefill_worker} -> {life.decode_worker}",
+            f" {_who(life.prefill_worker)} -> {_who(life.decode_worker)}",
         ),
         Span(
             name="decode",
             start_s=arrived + times.transfer_s,
             duration_s=times.decode_s,
-            note=f"{life.decode_worker}: {life.num_output_tokens} tokens"
+            note=f"{_who(life.decode_worker)}: {life.num_output_tokens} tokens"
             f" in {times.num_steps} steps",
         ),
     ]
+
+
+def _who(worker: str | None) -> str:
+    """The worker's name without its incarnation."""
+    return (worker or "?").partition("@")[0]
 
 
 def render(life: Lifetime, width: int = WIDTH) -> str:

@@ -7,16 +7,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 
 from core.config import ClusterConfig
-from core.errors import ConfigError
 from core.model_config import load_model_config
 from deploy.cluster import Cluster, check_port
 from deploy.config_file import Settings, cluster_config
 from deploy.console import ClusterView
 from deploy.local import LocalCluster
 from deploy.model_source import resolve_model
+from deploy.processes import ProcessCluster
 from deploy.ray_cluster import RayCluster
 from deploy.signals import run_until_stopped
 from deploy.state_file import ClusterRecord, Records, own_record
@@ -32,30 +33,40 @@ def prepare(settings: Settings) -> ClusterConfig:
     return cluster_config(settings, model)
 
 
-def make_cluster(config: ClusterConfig, view: ClusterView, *, use_ray: bool) -> Cluster:
-    if use_ray:
+class Backend(StrEnum):
+    """Where the workers of a cluster on this machine live."""
+
+    RAY = "ray"
+    PROCESSES = "processes"
+    LOCAL = "local"
+    """In this very process."""
+
+
+def make_cluster(config: ClusterConfig, view: ClusterView, backend: Backend) -> Cluster:
+    if backend is Backend.RAY:
         return RayCluster(config, observer=view, note=view.note)
-    return LocalCluster(config, observer=view)
+    kind = ProcessCluster if backend is Backend.PROCESSES else LocalCluster
+    return kind(config, observer=view)
 
 
-def up(settings: Settings, *, use_ray: bool, records: Records) -> int:
+def up(settings: Settings, *, backend: Backend, records: Records) -> int:
     """Serve until Ctrl-C, SIGTERM or a failure nobody can mend."""
     config = prepare(settings)
     url = f"http://{settings.host}:{settings.port}"
     record = own_record(url=url, model=config.router.served_model_name)
     records.write(record)
     try:
-        return run_until_stopped(lambda: _serve(config, record, records, use_ray=use_ray))
+        return run_until_stopped(lambda: _serve(config, record, records, backend))
     finally:
         records.remove(record.pid)
 
 
 async def _serve(
-    config: ClusterConfig, record: ClusterRecord, records: Records, *, use_ray: bool
+    config: ClusterConfig, record: ClusterRecord, records: Records, backend: Backend
 ) -> int:
     with ClusterView() as view:
         view.note(f"serving {record.model} with {describe(config)}")
-        async with make_cluster(config, view, use_ray=use_ray) as cluster:
+        async with make_cluster(config, view, backend) as cluster:
             records.write(replace(record, url=cluster.url, ready=True))
             view.note(f"ready: {cluster.url}/v1 (Ctrl-C stops it; `twostroke chat` talks to it)")
             await cluster.wait()
@@ -103,13 +114,3 @@ def _follow(process: subprocess.Popen[bytes], records: Records, log: Path) -> in
                 process.returncode = 0  # ours no longer: it shall outlive us without a warning
                 return 0
             time.sleep(POLL_S)
-
-
-def choose(records: Sequence[ClusterRecord], port: int | None) -> list[ClusterRecord]:
-    """The clusters that `down` means. Raises ConfigError when there is none on `port`."""
-    if port is None:
-        return list(records)
-    chosen = [record for record in records if record.url.endswith(f":{port}")]
-    if not chosen:
-        raise ConfigError(f"no cluster started by `twostroke up` listens on port {port}")
-    return chosen

@@ -51,7 +51,7 @@ async def _end_of_file(connection: Connection) -> None:
 def main(descriptor: str) -> int:
     connection = Connection(int(descriptor))
     config = connection.recv()
-    return run_until_stopped(lambda: _serve(connection, config))
+    return run_until_stopped(lambda: _serve(connection, config), quiet=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from core.errors import InternalError
 from engine.batch import SampleSpec
 
 NUM_CANDIDATES = 1024
@@ -21,9 +22,14 @@ NUM_CANDIDATES = 1024
 
 
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """logits [num_rows, vocab_size] float, one spec per row -> token ids [num_rows] int64."""
+    """logits [num_rows, vocab_size] float, one spec per row -> token ids [num_rows] int64.
+
+    Raises InternalError when a row has no finite maximum: any token would be a wrong one.
+    """
     assert len(logits) == len(specs), f"{len(logits)} rows for {len(specs)} specs"
-    token_ids = logits.argmax(dim=-1)  # the first, so the lowest id, of equal maxima
+    token_ids = logits.argmax(dim=-1)  # the first, so the lowest id, of equal maxima; or a NaN
+    if not bool(logits.gather(1, token_ids.unsqueeze(-1)).isfinite().all()):
+        raise InternalError("the model's logits are not finite")
     rows = [row for row, spec in enumerate(specs) if not spec.sampling.greedy]
     if rows:
         token_ids[rows] = _sample_random(logits[rows], [specs[row] for row in rows])
@@ -84,11 +90,12 @@ def _filter_top_p(probabilities: Tensor, top_p: Sequence[float]) -> Tensor:
 def _top_p_threshold(probabilities: Tensor, top_p: Tensor) -> Tensor:
     """[num_rows, 1]: probability of the token with which the mass reaches top_p."""
     largest = probabilities.topk(min(NUM_CANDIDATES, probabilities.shape[-1])).values
-    if bool((largest.sum(dim=-1, keepdim=True) < top_p).any()):
+    mass = largest.cumsum(dim=-1)
+    if bool((mass[:, -1:] < top_p).any()):
         largest = probabilities.sort(dim=-1, descending=True).values
-    before = largest.cumsum(dim=-1) - largest
-    last = (before < top_p).sum(dim=-1, keepdim=True) - 1
-    return largest.gather(1, last)
+        mass = largest.cumsum(dim=-1)
+    last = (mass < top_p).sum(dim=-1, keepdim=True)
+    return largest.gather(1, last.clamp(max=largest.shape[-1] - 1))
 
 
 def _filter_min_p(probabilities: Tensor, min_p: Sequence[float]) -> Tensor:

@@ -13,6 +13,7 @@ from core.worker import WorkerId, WorkerInfo
 from engine.block_pool import BlockPool
 from engine.executor import LocalExecutor
 from engine.model_runner import ModelRunner
+from kv_transfer.distributed import DistributedTransports
 from kv_transfer.sender import KVSender
 from prefill_workers.service import KVPeerServicer
 from prefill_workers.worker import PrefillWorker
@@ -48,7 +49,9 @@ class PrefillServer:
             incarnation=worker_id.incarnation,
             worker=config.name,
             address=address,
+            host=config.advertise_host or config.host,
             config=config.transfer,
+            transports=DistributedTransports(config.transfer.backend),
             clock=time.monotonic,
         )
         self.worker = PrefillWorker(

@@ -32,9 +32,7 @@ class KVPeerServicer(worker_pb2_grpc.KVPeerServicer):
         self._sender = sender
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT_TRANSFERS, "kv-send")
 
-    async def Connect(
-        self, request: pb.ChannelOffer, context: Context
-    ) -> pb.ConnectReply:
+    async def Connect(self, request: pb.ChannelOffer, context: Context) -> pb.ConnectReply:
         try:
             await self._blocking(lambda: self._sender.connect(offer_from_proto(request)))
         except TwostrokeError as error:
@@ -42,9 +40,7 @@ class KVPeerServicer(worker_pb2_grpc.KVPeerServicer):
             return pb.ConnectReply(error=error_to_proto(error))
         return pb.ConnectReply()
 
-    async def Pull(
-        self, request: pb.PullRequest, context: Context
-    ) -> pb.PullReply:
+    async def Pull(self, request: pb.PullRequest, context: Context) -> pb.PullReply:
         try:
             sums = await self._blocking(lambda: self._sender.pull(pull_from_proto(request)))
         except TwostrokeError as error:
@@ -58,9 +54,7 @@ class KVPeerServicer(worker_pb2_grpc.KVPeerServicer):
         unknown = self._sender.renew(tuple(request.handle_ids))
         return pb.RenewLeasesReply(unknown_handle_ids=unknown)
 
-    async def Release(
-        self, request: pb.ReleaseRequest, context: Context
-    ) -> pb.ReleaseReply:
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
         for handle_id in request.handle_ids:
             self._sender.release(handle_id)
         return pb.ReleaseReply()

@@ -9,7 +9,7 @@ from core.errors import OverloadedError
 
 
 class Admission:
-    """Counts choices (one HTTP request may ask for several). Never negative, back to 0 when idle."""
+    """Counts choices (an HTTP request may ask for several). Never negative, 0 when idle."""
 
     def __init__(self, max_concurrent: int) -> None:
         self._max_concurrent = max_concurrent

@@ -86,12 +86,16 @@ def _quantization_type(tensor: GGUFTensor) -> GGMLQuantizationType:
 
 def _raw_rows(data: mmap.mmap, tensor: GGUFTensor, kind: GGMLQuantizationType) -> np.ndarray:
     """[rows, bytes per row] uint8, a view of the map."""
+    if len(tensor.shape) not in (1, 2) or 0 in tensor.shape:
+        raise ModelLoadError(f"tensor {tensor.name}: shape {list(tensor.shape)} is not possible")
     try:
         byte_shape = quant_shape_to_byte_shape(tensor.shape, kind)
-        count = math.prod(byte_shape)
-        raw = np.frombuffer(data, np.uint8, count=count, offset=tensor.offset)
     except ValueError as error:
         raise ModelLoadError(f"tensor {tensor.name}: {error}") from error
+    count = math.prod(byte_shape)
+    if tensor.offset + count > len(data):
+        raise ModelLoadError(f"tensor {tensor.name} runs past the end of the file")
+    raw = np.frombuffer(data, np.uint8, count=count, offset=tensor.offset)
     return raw.reshape(-1, byte_shape[-1])
 
 
@@ -120,11 +124,13 @@ def _row_order(gguf: GGUFFile, tensor: GGUFTensor) -> np.ndarray | None:
     """Stored row of each row of a permuted tensor, None for all others. A stored head has its rows
     in the order (0, D/2, 1, D/2 + 1, ...)."""
     arch = gguf.string("general.architecture")
-    part = tensor.name.split(".")[-2]
-    if arch not in PERMUTED_ARCHITECTURES or part not in ("attn_q", "attn_k"):
+    parts = tensor.name.split(".")
+    if arch not in PERMUTED_ARCHITECTURES or not {"attn_q", "attn_k"} & set(parts):
         return None
     num_heads = gguf.integer(f"{arch}.attention.head_count")
-    if part == "attn_k":
+    if "attn_k" in parts:
         num_heads = gguf.integer(f"{arch}.attention.head_count_kv", num_heads)
+    if num_heads < 1 or tensor.shape[0] % (2 * num_heads):
+        raise ModelLoadError(f"tensor {tensor.name}: {tensor.shape[0]} rows for {num_heads} heads")
     rows = np.arange(tensor.shape[0]).reshape(num_heads, -1, 2)
     return rows.swapaxes(1, 2).reshape(-1)

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 from torch import nn
 
 from core.errors import ModelLoadError
-from engine.models.llama import LlamaForCausalLM
 from engine.weights.gguf import open_gguf
 from engine.weights.safetensors import open_safetensors
 from parallel.weights import HasWeightSlots, StoredTensor, WeightSlot
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction done, 0 to 1."""
+
+
+class CheckpointModel(Protocol):
+    """All that loading needs to know of a model."""
+
+    CHECKPOINT_NAMES: ClassVar[Mapping[str, str]]
+    """Part of a slot's path -> what a checkpoint has in its place."""
+
+    def ignores(self, name: str) -> bool: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
 
 def open_checkpoint(model_path: str) -> Mapping[str, StoredTensor]:
@@ -25,13 +36,13 @@ def open_checkpoint(model_path: str) -> Mapping[str, StoredTensor]:
 
 
 def load_weights(
-    model: LlamaForCausalLM,
+    model: CheckpointModel,
     checkpoint: Mapping[str, StoredTensor],
     progress: Progress | None = None,
 ) -> None:
     """Raises ModelLoadError naming every tensor that is missing, left over or of another shape;
     nothing is loaded then."""
-    slots = weight_slots(model, model.CHECKPOINT_NAMES)
+    slots = weight_slots(model)
     wanted = {name: slot for name, slot in slots.items() if slot.required or name in checkpoint}
     _check_names(wanted, checkpoint, model.ignores)
     for name, slot in wanted.items():
@@ -49,14 +60,14 @@ def load_weights(
             progress("loading weights", done / total)
 
 
-def weight_slots(model: nn.Module, renames: Mapping[str, str]) -> dict[str, WeightSlot]:
+def weight_slots(model: CheckpointModel) -> dict[str, WeightSlot]:
     """All slots of a model by the name their tensor has in a checkpoint."""
     slots: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
         if isinstance(module, HasWeightSlots):
             for slot in module.weight_slots():
                 name = f"{path}.{slot.name}"
-                for ours, theirs in renames.items():
+                for ours, theirs in model.CHECKPOINT_NAMES.items():
                     name = name.replace(ours, theirs)
                 slots[name] = slot
     return slots

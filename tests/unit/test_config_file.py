@@ -100,7 +100,7 @@ def test_each_mistake_is_named_in_one_line(write, flags, env, yaml, message):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.yaml"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load(config=str(tmp_path / "nowhere.yaml"))
 
 
@@ -158,7 +158,7 @@ def test_a_worker_by_hand():
 def test_endpoints():
     assert parse_endpoints(["a:1,b:2", "[::1]:3"], "--decode") == ("a:1", "b:2", "[::1]:3")
     for bad in ("a", ":1", "a:b", "a:70000"):
-        with pytest.raises(ConfigError, match="--decode: .* is not host:port"):
+        with pytest.raises(ConfigError, match=r"--decode: .* is not host:port"):
             parse_endpoints([bad], "--decode")
 
 

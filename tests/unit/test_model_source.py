@@ -77,7 +77,7 @@ def test_wrong_folders_are_told_in_one_line(folder, files, message):
     "text", ["smolm2", "./nothing.gguf", "/no/such/place", "a/b/c", "~/nothing"]
 )
 def test_what_cannot_be_a_model(text):
-    with pytest.raises(ModelLoadError, match="no model .* smollm2"):
+    with pytest.raises(ModelLoadError, match=r"no model .* smollm2"):
         resolve_model(text)
 
 

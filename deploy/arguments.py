@@ -1,0 +1,206 @@
+"""What the command line looks like: commands, options, help. Runs nothing.
+
+Settings stay text here; deploy.config_file parses them, like variables and files. Errors are one
+line.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from core.errors import ConfigError
+from core.worker import WorkerRole
+from deploy.config_file import ENGINE_SETTINGS, ROUTER_SETTINGS, SETTINGS, flag_name, nearest
+
+OVERVIEW = """\
+Twostroke serves language models in two strokes: prefill workers read prompts, decode
+workers write answers, and a router speaks the OpenAI API in front of them.
+"""
+
+START = """\
+start here:
+  twostroke demo                       a cluster, one question, and where the time went
+  twostroke up                         serve the bundled model on http://127.0.0.1:8000/v1
+  twostroke chat                       talk to it (from another terminal)
+  twostroke status                     its workers, their load and KV use
+  twostroke down                       stop what `up` started
+
+`twostroke COMMAND --help` explains a command.
+"""
+
+UP_EXAMPLES = """\
+examples:
+  twostroke up                                     the bundled SmolLM2-135M-Instruct
+  twostroke up ./Qwen3-0.6B-Q8_0.gguf --decode 2   a GGUF file, two decode workers
+  twostroke up ~/models/Llama-3.2-1B --dtype bfloat16
+  twostroke up Qwen/Qwen3-0.6B                     from the Hugging Face hub
+  twostroke up --detach && twostroke chat          in the background
+  twostroke up --config cluster.yaml               settings from a file
+
+Every option can also stand in the file (block_size: 32) or in the environment
+(TWOSTROKE_BLOCK_SIZE=32). Options win over variables, variables over the file.
+"""
+
+CHAT_EXAMPLES = """\
+examples:
+  twostroke chat                                   a conversation
+  twostroke chat -v "Why is the sky blue?"         one answer, and where its time went
+  twostroke chat --system "Answer in one word." --url http://10.0.0.5:8000
+"""
+
+PROCESS_EXAMPLES = """\
+A cluster by hand, on one machine or several (Kubernetes does the same):
+  twostroke prefill --host 10.0.0.1 --port 5001
+  twostroke decode  --host 10.0.0.2 --port 5002
+  twostroke router  --prefill 10.0.0.1:5001 --decode 10.0.0.2:5002 --port 8000
+Once it serves, a process prints one line of JSON that says where.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line; no guessing at shortened options."""
+
+    def __init__(self, **options: Any) -> None:
+        options |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="twostroke", description=OVERVIEW, epilog=START)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_up(commands)
+    _add_demo(commands)
+    _add_chat(commands)
+    _add_status(commands)
+    _add_down(commands)
+    _add_processes(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def _command(commands: Commands[Parser], name: str, summary: str, epilog: str = "") -> Parser:
+    command = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
+    command.set_defaults(parser=command)
+    return command
+
+
+def _add_settings(parser: Parser, keys: Iterable[str]) -> None:
+    """Options for `keys`, as text: config_file parses them, like variables and files."""
+    group = parser.add_argument_group("settings")
+    for key in keys:
+        setting = SETTINGS[key]
+        if key == "debug":
+            group.add_argument(
+                "--debug", action="store_const", const="true", help=f"{setting.help}; tracebacks"
+            )
+        elif key == "model":
+            group.add_argument("model_argument", nargs="?", metavar="MODEL", help=setting.help)
+            group.add_argument("--model", metavar="MODEL", help="the same, as an option")
+        else:
+            group.add_argument(flag_name(key), metavar=setting.metavar, help=setting.help)
+    group.add_argument("--config", metavar="FILE", help="YAML file with settings")
+
+
+def _add_backend(parser: Parser) -> None:
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--backend",
+        choices=["ray", "processes", "local"],
+        default="ray",
+        help="where workers live: Ray actors (the default), plain processes, or this process",
+    )
+    choice.add_argument(
+        "--no-ray", dest="backend", action="store_const", const="local", help="--backend local"
+    )
+
+
+def _add_debug(parser: Parser) -> None:
+    parser.add_argument("--debug", action="store_const", const="true", help="show tracebacks")
+
+
+def _add_up(commands: Commands[Parser]) -> None:
+    up = _command(commands, "up", "start a cluster on this machine", UP_EXAMPLES)
+    up.add_argument("--detach", action="store_true", help="return once it serves")
+    _add_backend(up)
+    _add_settings(up, SETTINGS)
+
+
+def _add_demo(commands: Commands[Parser]) -> None:
+    demo = _command(
+        commands, "demo", "start a cluster, ask it a question, show where the time went"
+    )
+    stay = demo.add_mutually_exclusive_group()
+    stay.add_argument("--stay", action="store_true", help="serve on until Ctrl-C, then stop")
+    stay.add_argument(
+        "--once", action="store_true", help="stop after the answer (default without a terminal)"
+    )
+    _add_backend(demo)
+    _add_settings(demo, SETTINGS)
+
+
+def _add_chat(commands: Commands[Parser]) -> None:
+    chat = _command(commands, "chat", "talk to a cluster", CHAT_EXAMPLES)
+    chat.add_argument("question", nargs="?", help="ask only this, then leave")
+    chat.add_argument("--url", help="of the router (default: the cluster that runs here)")
+    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
+    chat.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest")
+    chat.add_argument(
+        "-v", "--verbose", action="store_true", help="show a timeline after each answer"
+    )
+    _add_debug(chat)
+
+
+def _add_status(commands: Commands[Parser]) -> None:
+    status = _command(commands, "status", "show workers, their load and KV use")
+    status.add_argument("--url", help="of the router (default: the cluster that runs here)")
+    status.add_argument("--json", action="store_true", help="as JSON, for scripts")
+    _add_debug(status)
+
+
+def _add_down(commands: Commands[Parser]) -> None:
+    down = _command(commands, "down", "stop what `twostroke up` started here")
+    down.add_argument("--port", type=int, metavar="PORT", help="only the cluster on this port")
+    _add_debug(down)
+
+
+def _add_processes(commands: Commands[Parser]) -> None:
+    router = _command(commands, "router", "run one router process", PROCESS_EXAMPLES)
+    for role in WorkerRole:
+        router.add_argument(
+            f"--{role}", action="append", metavar="HOST:PORT", help=f"a {role} worker; repeatable"
+        )
+    _add_settings(router, ROUTER_SETTINGS)
+    for role in WorkerRole:
+        worker = _command(commands, role.value, f"run one {role} worker process", PROCESS_EXAMPLES)
+        worker.set_defaults(role=role)
+        worker.add_argument("--name", help=f"unique in the cluster (default {role}-0)")
+        _add_settings(worker, (*ENGINE_SETTINGS, "host", "port"))
+        _add_debug(worker)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """`command`, its options, and `argv` as it was given. Exits with code 2 for a mistake."""
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        name = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
+        args.parser.error(f"unrecognized argument: {unknown[0]}{nearest(name, flag_name)}")
+    args.argv = argv
+    return args
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, str]:
+    """The settings on the command line. Raises ConfigError for two models."""
+    given = {key: getattr(args, key, None) for key in SETTINGS}
+    if args.model_argument is not None:
+        if args.model is not None:
+            raise ConfigError("the model is named twice, as an argument and with --model")
+        given["model"] = args.model_argument
+    return {key: text for key, text in given.items() if text is not None}

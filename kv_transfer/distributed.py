@@ -1,0 +1,162 @@
+"""Channels over torch.distributed, gloo or nccl: the only file here that imports it.
+
+Each channel is a two-rank process group of its own: rank 0 sends, rank 1 receives. No default group
+is ever made. The receiver hosts the TCPStore where the two meet, on a socket bound to its own host
+only (a TCPStore left to itself listens on every interface).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]  # public, says its documentation
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
+
+from core.errors import TransferError
+from core.kv import ChannelOffer
+from kv_transfer.transport import Meeting, Transport
+
+logger = logging.getLogger(__name__)
+
+SENDER, RECEIVER = 0, 1
+_TAG = 0
+
+
+class _Recv:
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def wait(self, timeout_s: float) -> None:
+        _wait(self._work, self._tensor, timeout_s)
+
+
+class DistributedTransport:
+    """One end of a two-rank group. gloo closes the pair when a wait times out, and nccl's
+    communicator is aborted: either way the channel cannot be used again."""
+
+    def __init__(self, group: Any, store: Store, peer: int) -> None:
+        self._group = group
+        self._store = store
+        self._peer = peer
+
+    def send(self, tensor: Tensor, timeout_s: float) -> None:
+        _wait(self._start("send", tensor), tensor, timeout_s)
+
+    def post_recv(self, tensor: Tensor) -> _Recv:
+        return _Recv(self._start("recv", tensor), tensor)
+
+    def _start(self, operation: str, tensor: Tensor) -> Any:
+        group = self._group
+        if group is None:
+            raise TransferError("the KV channel is closed")
+        try:
+            return getattr(group, operation)([tensor], self._peer, _TAG)
+        except RuntimeError as error:
+            raise _failed(error) from error
+
+    def close(self) -> None:
+        """Dropping the group closes its sockets; only nccl needs to be told first."""
+        group, self._group = self._group, None
+        if group is not None and torch.cuda.is_available() and group.name() == "nccl":
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+
+def _wait(work: Any, tensor: Tensor, timeout_s: float) -> None:
+    if timeout_s <= 0:
+        raise TransferError("the KV transfer's time ran out")
+    try:
+        work.wait(timedelta(seconds=timeout_s))
+        if tensor.is_cuda:  # nccl's wait only orders the stream
+            torch.cuda.current_stream(tensor.device).synchronize()
+    except RuntimeError as error:
+        raise _failed(error) from error
+
+
+def _failed(error: RuntimeError) -> TransferError:
+    """torch's message names files and addresses; it goes to the log, not to the client."""
+    logger.warning("a KV channel failed: %s", str(error).splitlines()[0])
+    return TransferError("the KV channel broke or timed out")
+
+
+def _new_group(backend: str, store: Store, rank: int, host: str, timeout_s: float) -> Any:
+    """Blocks until both ranks are here."""
+    timeout = timedelta(seconds=max(timeout_s, 0.001))
+    if backend == "nccl":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, 2, nccl)
+    gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timeout
+    gloo._threads = 1
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    return ProcessGroupGloo(store, rank, 2, gloo)
+
+
+class _Listener:
+    def __init__(self, backend: str, host: str) -> None:
+        self._backend = backend
+        self._host = host
+        try:
+            listening = socket.create_server((host, 0), family=_family(host))
+        except OSError as error:
+            raise TransferError(f"cannot listen on {host} for KV transfer") from error
+        port: int = listening.getsockname()[1]
+        self._store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        self.meeting = Meeting(host=host, port=port)
+
+    def accept(self, timeout_s: float) -> Transport:
+        try:
+            self._store.set_timeout(timedelta(seconds=max(timeout_s, 0.001)))
+            group = _new_group(self._backend, self._store, RECEIVER, self._host, timeout_s)
+        except RuntimeError as error:
+            raise _failed(error) from error
+        return DistributedTransport(group, self._store, SENDER)
+
+    def close(self) -> None:
+        """The store ends with its last reference."""
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class DistributedTransports:
+    """Factory for one backend: "gloo" for CPU pools, "nccl" for CUDA pools."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def listen(self, channel_id: str, host: str) -> _Listener:
+        return _Listener(self.backend, host)
+
+    def join(self, offer: ChannelOffer, host: str, timeout_s: float) -> Transport:
+        try:
+            store = TCPStore(
+                offer.store_host,
+                offer.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            group = _new_group(self.backend, store, SENDER, host, timeout_s)
+        except RuntimeError as error:
+            raise _failed(error) from error
+        return DistributedTransport(group, store, RECEIVER)

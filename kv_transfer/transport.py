@@ -1,0 +1,63 @@
+"""The seam under a channel: how the bytes of one (sender, receiver) pair move.
+
+Rules that NCCL enforces and gloo forgives: the receive is posted before the sender is told; both
+ends run the same messages in the same order; after any failure the channel is dead and a new one is
+built under a fresh id. Every failure is a TransferError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from core.kv import ChannelOffer
+
+
+class PendingRecv(Protocol):
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the tensor is filled."""
+
+
+class Transport(Protocol):
+    """One end of a channel. One thread at a time sends or receives."""
+
+    def send(self, tensor: Tensor, timeout_s: float) -> None:
+        """Returns when `tensor` may be overwritten."""
+
+    def post_recv(self, tensor: Tensor) -> PendingRecv: ...
+
+    def close(self) -> None:
+        """Idempotent. The other end's pending operations fail at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the two ends of a new channel find each other."""
+
+    host: str
+    port: int
+
+
+class Listener(Protocol):
+    """The receiver's half of a channel that nobody has joined yet."""
+
+    @property
+    def meeting(self) -> Meeting: ...
+
+    def accept(self, timeout_s: float) -> Transport:
+        """The receiver's end, once the sender has joined."""
+
+    def close(self) -> None: ...
+
+
+class TransportFactory(Protocol):
+    """Makes both ends of channels; `backend` is what an offer must name to be joined here."""
+
+    @property
+    def backend(self) -> str: ...
+
+    def listen(self, channel_id: str, host: str) -> Listener: ...
+
+    def join(self, offer: ChannelOffer, host: str, timeout_s: float) -> Transport: ...

@@ -1,0 +1,142 @@
+"""The life of a request: choose, prefill, yield, choose, decode, yield; what breaks goes again.
+
+A request with its tokens so far is a complete value, so there is one recovery path for preemption,
+a dead worker, a lost transfer and an expired lease: `with_output`, and from the top. Promises that
+every request ends (last token, error, or the deadline), that no token is given twice, and that
+whenever it ends, also by `aclose`, nothing of it stays on any worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from core.errors import DeadlineExceededError, InternalError, RetryableError
+from core.lifetime import Lifetime
+from core.request import GenerateRequest, SequenceOutput, TokenChunk
+from core.worker import WorkerId
+from router.prefix_index import PrefixIndex
+from router.registry import WorkerRegistry
+from router.route import Route
+from router.worker_client import OutputStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """What `generate` needs to know of the world."""
+
+    registry: WorkerRegistry
+    index: PrefixIndex
+    max_attempts: int
+    on_retry: Callable[[RetryableError], None]
+
+
+async def generate(
+    request: GenerateRequest, fleet: Fleet, life: Lifetime, *, deadline: float
+) -> AsyncGenerator[TokenChunk, None]:
+    """New tokens of `request` as they come; `life` is filled in along the way.
+
+    `deadline` is a time of time.monotonic(). Raises TwostrokeError. Close it when done early.
+    """
+    registry, clock = fleet.registry, time.monotonic
+    route = Route(registry, fleet.index, max_attempts=fleet.max_attempts, clock=clock)
+    output = list(request.output_token_ids)
+    while True:
+        life.attempts += 1
+        try:
+            choice = route.choose_prefill(request)
+            stamps = Stamps(life, choice.worker_id, choice.num_cached_tokens)
+            with registry.submit(
+                choice.worker_id,
+                request,
+                num_tokens=choice.num_uncached_tokens,
+                timeout_s=time_left(deadline),
+            ) as outputs:
+                first = await only_output(outputs)
+            stamps.prefilled(first)
+            output += first.token_ids
+            with released_unless_taken(registry, choice.worker_id, request) as handover:
+                handover.taken = first.handle is None
+                yield TokenChunk(token_ids=first.token_ids, finish_reason=first.finish_reason)
+                if first.handle is None:
+                    return
+                rest = replace(request, output_token_ids=tuple(output))
+                worker_id = route.choose_decode(rest)
+                stamps.decode_chosen(worker_id)
+                with registry.submit(
+                    worker_id, rest, first.handle, timeout_s=time_left(deadline)
+                ) as outputs:
+                    async for new in outputs:
+                        handover.taken = True  # its KV has arrived
+                        stamps.decoded(new)
+                        output += new.token_ids
+                        yield TokenChunk(token_ids=new.token_ids, finish_reason=new.finish_reason)
+            return
+        except RetryableError as error:
+            life.notes.append(f"{error.code} on {route.decode or route.prefill}: {error}")
+            route.failed(error)
+            fleet.on_retry(error)
+            request = request.with_output(tuple(output))
+
+
+class Handover:
+    """KV that waits at the prefill worker until a decode worker has taken it."""
+
+    taken = False
+
+
+@contextmanager
+def released_unless_taken(
+    registry: WorkerRegistry, prefill: WorkerId, request: GenerateRequest
+) -> Iterator[Handover]:
+    handover = Handover()
+    try:
+        yield handover
+    finally:
+        if not handover.taken:
+            registry.release(prefill, request.request_id, request.attempt)
+
+
+async def only_output(outputs: OutputStream) -> SequenceOutput:
+    """A prefill worker says one thing of a request: the last token of all, or a token and where
+    its KV waits."""
+    output = await anext(outputs)
+    if not output.token_ids or (output.handle is None) == (output.finish_reason is None):
+        raise InternalError("the prefill worker's answer holds no token or no way to go on")
+    return output
+
+
+def time_left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceededError("the request's time ran out")
+    return left
+
+
+class Stamps:
+    """Fills in a Lifetime. The first attempt's times explain TTFT, the last one's the decoding."""
+
+    def __init__(self, life: Lifetime, prefill: WorkerId, num_cached_tokens: int) -> None:
+        self._life = life
+        life.prefill_worker, life.decode_worker = str(prefill), None
+        if life.prefill_sent is None:
+            life.prefill_sent = time.monotonic()
+            life.predicted_cached_tokens = num_cached_tokens
+
+    def prefilled(self, output: SequenceOutput) -> None:
+        life = self._life
+        life.first_token = life.first_token or time.monotonic()
+        life.prefill = life.prefill or output.prefill_times
+        life.num_output_tokens += len(output.token_ids)
+
+    def decode_chosen(self, worker_id: WorkerId) -> None:
+        self._life.decode_worker = str(worker_id)
+        self._life.decode_sent = self._life.decode_sent or time.monotonic()
+
+    def decoded(self, output: SequenceOutput) -> None:
+        life = self._life
+        life.second_token = life.second_token or time.monotonic()
+        life.num_output_tokens += len(output.token_ids)
+        life.decode = output.decode_times or life.decode

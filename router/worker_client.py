@@ -1,0 +1,286 @@
+"""The router's end of Worker.Session: one stream per worker, shared by all its requests.
+
+Owns the connection (reconnects with backoff) and hands each output to the request it belongs to by
+(request_id, attempt). Promises that every OutputStream ends: with the worker's last output or with
+an error; when the connection breaks, all of them at once. Knows no policy and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Protocol, Self, cast
+
+import grpc
+
+from core.errors import (
+    DeadlineExceededError,
+    InternalError,
+    TwostrokeError,
+    WorkerLostError,
+    WorkerUnavailableError,
+)
+from core.kv import KVHandle
+from core.request import GenerateRequest, SequenceOutput
+from core.worker import WorkerInfo, WorkerReport
+from protocol import worker_pb2 as pb
+from protocol import worker_pb2_grpc
+from protocol.convert import (
+    handle_to_proto,
+    info_from_proto,
+    output_from_proto,
+    report_from_proto,
+    request_to_proto,
+)
+
+logger = logging.getLogger(__name__)
+
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+SUSPECT_AFTER_S = 10.0
+"""Silence for this long while requests are outstanding is worth a warning."""
+MAX_MESSAGE_BYTES = 64 << 20
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),  # a worker whose host or whole process is frozen
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a new session starts with no one else's backoff
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the limit of one attempt to connect
+)
+
+Key = tuple[str, int]
+"""(request_id, attempt)"""
+
+
+class WorkerListener(Protocol):
+    """Told what the worker says of itself. Called on the event loop; must not block or raise."""
+
+    def worker_reported(self, info: WorkerInfo, report: WorkerReport) -> None: ...
+
+    def worker_lost(self, info: WorkerInfo) -> None:
+        """The stream broke or was closed; what was reported over it no longer holds."""
+
+
+class OutputStream:
+    """One request's outputs in order. Iterate once, inside `with`: leaving early aborts it."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+        self._items: asyncio.Queue[SequenceOutput | TwostrokeError] = asyncio.Queue()
+        self._ended = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> SequenceOutput:
+        """Raises the error the request ended with; stops after the last output."""
+        if self._ended:
+            raise StopAsyncIteration
+        item = await self._items.get()
+        error = item if isinstance(item, TwostrokeError) else item.error
+        if error is not None:
+            # Raised by this router, the worker may still be at it: then close() aborts it.
+            self._ended = isinstance(item, SequenceOutput) or isinstance(error, WorkerLostError)
+            raise error
+        assert isinstance(item, SequenceOutput)
+        self._ended = is_last(item)
+        return item
+
+    def close(self) -> None:
+        """Idempotent. Tells the worker, unless the request has ended there."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._ended:
+            self._ended = True
+            self._abort()
+
+    def put(self, item: SequenceOutput | TwostrokeError) -> None:
+        self._items.put_nowait(item)
+
+    def expire_after(self, seconds: float) -> None:
+        """One timer for the whole request: a deadline that costs nothing per token."""
+        error = DeadlineExceededError("the request's time ran out")
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self.put, error)
+
+
+def is_last(output: SequenceOutput) -> bool:
+    """The worker says no more of this request."""
+    return bool(output.finish_reason or output.error or output.handle)
+
+
+class WorkerClient:
+    """`start`, any number of `submit` and `release`, `close`. All on one event loop."""
+
+    def __init__(self, address: str, listener: WorkerListener, *, router_id: str) -> None:
+        self.address = address
+        self.info: WorkerInfo | None = None
+        """Who answers there; None while not connected."""
+        self.report: WorkerReport | None = None
+        self.suspect = False
+        """Silent for long although it has work."""
+        self.num_unknown_outputs = 0
+        """Outputs of ended attempts: zombies, ignored."""
+        self.num_sessions = 0
+        self._listener = listener
+        self._router_id = router_id
+        self._streams: dict[Key, OutputStream] = {}
+        self._outbox: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
+        self._last_message = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_outstanding(self) -> int:
+        return len(self._streams)
+
+    def start(self) -> None:
+        assert self._task is None, "started twice"
+        self._task = asyncio.create_task(self._run(), name=f"session with {self.address}")
+
+    async def close(self) -> None:
+        """End the session; the worker aborts what is left, and so do its streams here."""
+        self._end_session(WorkerUnavailableError("the worker was taken out of service"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def submit(
+        self,
+        request: GenerateRequest,
+        handle: KVHandle | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> OutputStream:
+        """Hand a request over. The stream raises DeadlineExceededError after `timeout_s`.
+
+        Raises WorkerUnavailableError when not connected.
+        """
+        if self.info is None:
+            raise WorkerUnavailableError(f"the worker at {self.address} is not connected")
+        key = (request.request_id, request.attempt)
+        assert key not in self._streams, f"{key} is already on {self.info.worker_id}"
+        stream = OutputStream(lambda: self.release(*key))
+        self._streams[key] = stream
+        if timeout_s is not None:
+            stream.expire_after(timeout_s)
+        submit = pb.Submit(
+            request=request_to_proto(request),
+            handle=None if handle is None else handle_to_proto(handle),
+        )
+        self._outbox.put_nowait(pb.RouterMessage(submit=submit))
+        return stream
+
+    def release(self, request_id: str, attempt: int) -> None:
+        """End a request there, and the lease of a handle that nobody will pull."""
+        self._streams.pop((request_id, attempt), None)
+        if self.info is not None:
+            abort = pb.Abort(request_id=request_id, attempt=attempt)
+            self._outbox.put_nowait(pb.RouterMessage(abort=abort))
+
+    async def _run(self) -> None:
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            num_sessions = self.num_sessions
+            try:
+                await self._session()
+                reason = "it closed the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except TwostrokeError as error:
+                reason = f"it says what cannot be: {error}"
+            if self.num_sessions > num_sessions:  # it had worked
+                logger.warning("lost the worker at %s: %s", self.address, reason)
+                backoff_s = MIN_BACKOFF_S
+            self._end_session(WorkerLostError("the worker that ran this request was lost"))
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+
+    async def _session(self) -> None:
+        outbox = self._outbox = asyncio.Queue()
+        hello = pb.Hello(router_id=self._router_id)
+        outbox.put_nowait(pb.RouterMessage(hello=hello))
+        async with grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+            # The stub is one class at run time; only its type knows that this channel is async.
+            stub = cast("worker_pb2_grpc.WorkerAsyncStub", worker_pb2_grpc.WorkerStub(channel))
+            call = stub.Session(_drain(outbox))
+            watch = asyncio.create_task(self._watch())
+            try:
+                async for message in call:
+                    self._take(message)
+            finally:
+                watch.cancel()
+                call.cancel()
+
+    def _take(self, message: pb.WorkerMessage) -> None:
+        self._last_message = asyncio.get_running_loop().time()
+        kind = message.WhichOneof("message")
+        if kind == "step":
+            for output in message.step.outputs:
+                self._dispatch(output)
+        elif kind == "report" and self.info is not None:
+            self.report = report_from_proto(message.report)
+            self._listener.worker_reported(self.info, self.report)
+        elif kind == "info":
+            self.info = info_from_proto(message.info)
+            self.num_sessions += 1
+            logger.info("connected to %s at %s", self.info.worker_id, self.address)
+
+    def _dispatch(self, message: pb.SequenceOutput) -> None:
+        key = (message.request_id, message.attempt)
+        stream = self._streams.get(key)
+        if stream is None:
+            self.num_unknown_outputs += 1
+            return
+        try:
+            output = output_from_proto(message)
+        except (TwostrokeError, ValueError):  # fails the one request, not its neighbours
+            logger.exception("an output of %s cannot be read", self.address)
+            stream.put(InternalError("the worker's answer cannot be read"))
+            return
+        if is_last(output):
+            del self._streams[key]
+        stream.put(output)
+
+    def _end_session(self, error: TwostrokeError) -> None:
+        info, self.info, self.report, self.suspect = self.info, None, None, False
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.put(error)
+        if info is not None:
+            self._listener.worker_lost(info)
+
+    async def _watch(self) -> None:
+        """gRPC's own pings see a dead host; they are answered even while the step loop hangs."""
+        clock = asyncio.get_running_loop().time
+        busy_since = clock()
+        while True:
+            await asyncio.sleep(SUSPECT_AFTER_S / 10)
+            if not self._streams:
+                busy_since = clock()
+            silence_s = clock() - max(self._last_message, busy_since)
+            suspect = silence_s > SUSPECT_AFTER_S
+            if suspect and not self.suspect:
+                logger.warning("the worker at %s is silent although it has work", self.address)
+            self.suspect = suspect
+
+
+async def _drain(outbox: asyncio.Queue[pb.RouterMessage]) -> AsyncIterator[pb.RouterMessage]:
+    while True:  # cancelled with the call
+        yield await outbox.get()

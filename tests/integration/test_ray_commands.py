@@ -1,0 +1,204 @@
+"""The commands as people run them: up, chat, status, down, demo, and one process at a time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+TWOSTROKE = [sys.executable, "-m", "deploy.cli"]
+SMALL = ["--kv-memory", "8MiB", "--threads", "1", "--port", "0"]
+
+
+@pytest.fixture
+def environment(tmp_path):
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("TWOSTROKE_")}
+    return kept | {"XDG_STATE_HOME": str(tmp_path / "state")}
+
+
+@pytest.fixture
+def run(environment):
+    def run(*arguments, timeout=120, stdin=""):
+        return subprocess.run(
+            [*TWOSTROKE, *arguments], env=environment, input=stdin, capture_output=True,
+            text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def start(environment):
+    """Start a command, kill what is left of it afterwards."""
+    running = []
+
+    def start(*arguments):
+        process = subprocess.Popen(
+            [*TWOSTROKE, *arguments], env=environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        for child in family(process.pid):
+            child.kill()
+        process.communicate()
+
+
+def family(pid):
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def lives(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_up_detached_chat_status_down(run, tiny_model, environment):
+    up = run("up", tiny_model, "--backend", "processes", "--detach", "--decode", "2", *SMALL)
+    assert up.returncode == 0, up.stderr
+    (record,) = [
+        json.loads(path.read_text())
+        for path in (tmp_state(environment) / "clusters").glob("*.json")
+    ]
+    started = family(record["pid"])
+    try:
+        assert len(started) == 4, "up, one prefill and two decode workers"
+
+        chat = run("chat", "hello", "--max-tokens", "4", "--temperature", "0")
+        assert (chat.returncode, chat.stderr) == (0, "")
+        again = run("chat", "-v", "hello", "--max-tokens", "4", "--temperature", "0")
+        assert again.stdout == chat.stdout
+        assert "no timeline" in again.stderr, "debug was not asked for"
+
+        status = run("status", "--json")
+        workers = json.loads(status.stdout)["workers"]
+        assert sorted(worker["name"] for worker in workers) == ["decode-0", "decode-1", "prefill-0"]
+        table = run("status").stdout
+        assert "prefill-0" in table
+        assert "blocks" in table
+    finally:
+        down = run("down")
+    assert down.stdout == f"stopped {record['model']} at {record['url']}\n"
+    assert [process for process in started if lives(process)] == []
+    assert run("down").stdout == "nothing is running\n"
+
+
+def tmp_state(environment):
+    from pathlib import Path
+
+    return Path(environment["XDG_STATE_HOME"]) / "twostroke"
+
+
+def test_conversation_remembers_and_forgets(run, start, tiny_model):
+    up = start("up", tiny_model, "--backend", "local", "--debug", *SMALL)
+    wait_for(up.stderr, "ready:")
+    talk = run("chat", "-v", "--max-tokens", "4", stdin="one\ntwo\n/new\none\n/exit\n")
+    assert talk.returncode == 0
+    counts = [
+        int(line.split("ms")[1].split()[0])
+        for line in talk.stderr.splitlines()
+        if line.strip().startswith("tokenize")
+    ]
+    first, second, third = counts
+    assert second > first, "the second question comes after the first turn"
+    assert third == first, "/new starts over"
+    assert "transfer" in talk.stderr
+    up.send_signal(signal.SIGINT)
+    assert up.wait(20) == 0
+
+
+def wait_for(stream, text):
+    """Read lines until one holds `text`."""
+    lines = []
+    for line in stream:
+        lines.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} never came: {lines}")
+
+
+def wait_until_healthy(url):
+    deadline = time.monotonic() + 20
+    while httpx.get(f"{url}/health", trust_env=False).status_code != 200:
+        assert time.monotonic() < deadline, "the router found no workers"
+        time.sleep(0.05)
+
+
+def test_demo_on_ray_answers_shows_its_timeline_and_stops(run, tiny_model):
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    demo = run("demo", tiny_model, *SMALL)
+    assert demo.returncode == 0, demo.stderr
+    assert demo.stdout.strip(), "the answer"
+    for word in ("tokenize", "prefill", "transfer", "decode", "blocks", "curl -N http://"):
+        assert word in demo.stderr, word
+    assert "loading" in demo.stderr, "progress is visible"
+    assert demo.stderr.rstrip().endswith("Everything is stopped.")
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_on_ray_ends_cleanly_on_a_signal(start, tiny_model, number):
+    up = start("up", tiny_model, *SMALL)
+    wait_for(up.stderr, "ready:")
+    started = family(up.pid)
+    assert len(started) > 4
+    up.send_signal(number)
+    assert up.wait(30) == 0
+    assert [process for process in started if lives(process)] == []
+
+
+def test_second_signal_is_quick(start, tiny_model):
+    up = start("up", tiny_model, *SMALL)
+    wait_for(up.stderr, "ready:")
+    started = family(up.pid)
+    up.send_signal(signal.SIGINT)
+    wait_for(up.stderr, "once more")
+    up.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert up.wait(10) in (0, 130)
+    assert time.monotonic() - began < 3
+    psutil.wait_procs(started, timeout=2)
+    assert [process for process in started if lives(process)] == []
+
+
+def test_processes_backend_ends_with_its_parent(start, tiny_model):
+    up = start("up", tiny_model, "--backend", "processes", *SMALL)
+    wait_for(up.stderr, "ready:")
+    started = family(up.pid)
+    assert len(started) == 3
+    up.kill()
+    psutil.wait_procs(started, timeout=5)
+    assert [process for process in started if lives(process)] == []
+
+
+def test_a_cluster_by_hand(run, start, tiny_model):
+    """What Kubernetes does: one process each, addresses on the command line."""
+    workers = {role: start(role, tiny_model, *SMALL, "--name", f"my-{role}") for role in ROLES}
+    ready = {role: json.loads(wait_for(worker.stdout, "ready")) for role, worker in workers.items()}
+    assert {facts["name"] for facts in ready.values()} == {"my-prefill", "my-decode"}
+    router = start(
+        "router", tiny_model, "--port", "0",
+        *(word for role in ROLES for word in (f"--{role}", ready[role]["address"])),
+    )  # fmt: skip
+    url = json.loads(wait_for(router.stdout, "ready"))["url"]
+    wait_until_healthy(url)
+    chat = run("chat", "hello", "--url", url, "--max-tokens", "4")
+    assert chat.returncode == 0, chat.stderr
+    assert chat.stdout.strip()
+    for process in (router, *workers.values()):
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+ROLES = ("prefill", "decode")

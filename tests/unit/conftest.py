@@ -1,0 +1,212 @@
+"""Tiny random models of every family, and a driver that runs batches made by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from core.config import CacheConfig, EngineConfig
+from core.sampling_params import SamplingParams
+from engine.batch import Batch, SampleSpec, ScheduledSequence
+from engine.model_runner import ModelRunner
+
+SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def scaled(kind, **parameters):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+FAMILIES = {
+    "llama2": (LlamaConfig, {"num_key_value_heads": 6}),
+    "llama3": (
+        LlamaConfig,
+        scaled(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "llama-linear": (LlamaConfig, scaled("linear", factor=4.0)),
+    "llama-yarn": (
+        LlamaConfig,
+        scaled("yarn", factor=8.0, original_max_position_embeddings=32),
+    ),
+    "llama-bias": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "smollm2": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 3}),
+    "mistral": (MistralConfig, {"sliding_window": 9}),
+    "mistral-full": (MistralConfig, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-window": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    ),
+    "qwen3": (Qwen3Config, {"head_dim": 20}),
+    "qwen3-bias": (Qwen3Config, {"head_dim": 20, "attention_bias": True}),
+}
+
+
+@pytest.fixture(scope="session")
+def make_hf_model():
+    """A model whose parameters, biases and norms included, all matter: transformers' own initial
+    values leave biases at 0, norms at 1 and logits nearly equal."""
+
+    def make(family, seed=0, **changes):
+        config_class, flags = FAMILIES[family]
+        config = config_class(**{**SHAPE, **flags, **changes})
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.normal_(std=0.3 if parameter.dim() > 1 else 0.1)
+                    if "norm" in name:
+                        parameter.add_(1.0)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request, make_hf_model, tmp_path_factory):
+    """(HF model, folder it is saved in), once per family."""
+    model = make_hf_model(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, str(folder)
+
+
+@dataclass
+class Row:
+    """One sequence under test. `logits[i]` gave output token i."""
+
+    prompt: list[int]
+    block_ids: list[int]
+    sampling: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    def share(self, count):
+        end = self.computed + count
+        last = end == len(self.tokens)
+        spec = SampleSpec(sampling=self.sampling, choice_index=0, position=end)
+        return ScheduledSequence(
+            request_id=f"{id(self)}",
+            token_ids=tuple(self.tokens[self.computed : end]),
+            num_computed_tokens=self.computed,
+            block_ids=tuple(self.block_ids),
+            sample=spec if last else None,
+        )
+
+
+class Driver:
+    """Runs prompts to `num_tokens` greedy tokens each, in random chunks, orders and mixtures, over
+    block tables dealt at random."""
+
+    def __init__(self, runner, prompts, *, num_tokens, seed=0):
+        self._runner = runner
+        self._random = random.Random(seed)
+        block_size = runner.kv_cache.layout.block_size
+        free = list(range(runner.kv_cache.num_blocks))
+        self._random.shuffle(free)
+        self._num_tokens = num_tokens
+        self.rows = [
+            Row(
+                prompt=list(prompt),
+                tokens=list(prompt),
+                block_ids=[free.pop() for _ in range(-(-(len(prompt) + num_tokens) // block_size))],
+                sampling=SamplingParams(temperature=0.0),
+            )
+            for prompt in prompts
+        ]
+
+    def run(self):
+        while active := [r for r in self.rows if len(r.logits) < self._num_tokens]:
+            chosen = self._random.sample(active, self._random.randint(1, len(active)))
+            self._step(chosen)
+        return self.rows
+
+    def _step(self, chosen):
+        shares = []
+        for row in chosen:
+            left = len(row.tokens) - row.computed
+            shares.append(row.share(min(left, self._random.randint(1, 25))))
+        logits = self._runner.logits(Batch(sequences=tuple(shares)))
+        sampled = iter(logits)
+        for row, share in zip(chosen, shares, strict=True):
+            row.computed += len(share.token_ids)
+            if share.sample is not None:
+                row.logits.append(next(sampled))
+                row.tokens.append(int(row.logits[-1].argmax()))
+
+
+@pytest.fixture(scope="session")
+def drive():
+    def run(runner, prompts, num_tokens=16, seed=0):
+        return Driver(runner, prompts, num_tokens=num_tokens, seed=seed).run()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def make_runner():
+    def make(model_path, *, num_blocks=128, block_size=4, group=None, **config):
+        cache = CacheConfig(block_size=block_size, num_blocks=num_blocks)
+        return ModelRunner(EngineConfig(model_path=model_path, cache=cache, **config), group=group)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def assert_equals_hf():
+    """Tokens equal the reference's greedy ones and each logit is within 1e-4 of its.
+
+    HF computes each finished sequence in one pass; a row of that pass is the reference for the
+    token after it.
+    """
+
+    @torch.no_grad()
+    def check(rows, model):
+        for row in rows:
+            expected = model(torch.tensor([row.tokens])).logits[0, len(row.prompt) - 1 : -1]
+            torch.testing.assert_close(torch.stack(row.logits), expected, atol=1e-4, rtol=1e-4)
+            assert row.tokens[len(row.prompt) :] == expected.argmax(-1).tolist()
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Lengths around the block size, the chunk size and the tiny models' sliding windows."""
+    generator = random.Random(5)
+    return [[generator.randrange(101) for _ in range(n)] for n in (1, 4, 7, 9, 17, 40, 61)]
+
+
+@pytest.fixture(scope="session")
+def change_config():
+    """Rewrite keys of a saved model's config.json."""
+
+    def change(folder, changes):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change

@@ -1,0 +1,180 @@
+"""Sessions with workers: reconnecting, fencing, and streams that always end."""
+
+import asyncio
+import logging
+
+import pytest
+
+from core.errors import InternalError, WorkerLostError, WorkerUnavailableError
+from core.request import FinishReason
+from protocol import worker_pb2 as pb
+from router import worker_client
+from router.worker_client import WorkerClient
+
+
+class Listener:
+    def __init__(self):
+        self.reports = []
+        self.lost = []
+
+    def worker_reported(self, info, report):
+        self.reports.append((info.worker_id, report))
+
+    def worker_lost(self, info):
+        self.lost.append(info.worker_id)
+
+
+@pytest.fixture
+def listener():
+    return Listener()
+
+
+@pytest.fixture
+async def pair(make_world, listener):
+    """A scripted prefill worker and a client of its own, beside the router's."""
+    world = await make_world()
+    worker = world["prefill-0"]
+    client = WorkerClient(worker.address, listener, router_id="test")
+    client.start()
+    await world.until(lambda: client.info is not None)
+    yield world, worker, client
+    await client.close()
+
+
+async def test_hello_info_and_reports(pair, listener):
+    world, worker, client = pair
+    assert client.info.worker_id == worker.worker_id
+    await world.until(lambda: "test" in worker.hellos)
+    worker.report(num_running=3)
+    await world.until(lambda: listener.reports)
+    assert listener.reports[0][0] == worker.worker_id
+    assert client.report.num_running == 3
+
+
+async def test_outputs_go_to_their_requests(pair, make_request):
+    _, worker, client = pair
+
+    async def echo(call):
+        for token in call.request.prompt_token_ids:
+            call.send(token)
+            await asyncio.sleep(0)
+        call.send(0, finish_reason=FinishReason.STOP)
+
+    worker.script = echo
+
+    async def ask(index):
+        request = make_request([index] * index, request_id=f"r{index}")
+        with client.submit(request) as outputs:
+            return [token async for output in outputs for token in output.token_ids]
+
+    answers = await asyncio.gather(*(ask(i) for i in range(1, 30)))
+    assert answers == [[i] * i + [0] for i in range(1, 30)]
+    assert client.num_outstanding == 0
+    assert worker.aborted == []
+
+
+async def test_leaving_early_aborts(pair, make_request, scripts):
+    world, worker, client = pair
+
+    async def stutter(call):
+        call.send(1)
+        await scripts.hang(call)
+
+    worker.script = stutter
+    with client.submit(make_request([1], attempt=3)) as outputs:
+        assert (await anext(outputs)).token_ids == (1,)
+    await world.until(lambda: worker.aborted == [("r", 3)])
+    assert client.num_outstanding == 0
+
+
+async def test_error_ends_the_stream_without_an_abort(pair, make_request, scripts):
+    _, worker, client = pair
+    worker.script = scripts.fail(InternalError("boom"))
+    with client.submit(make_request([1])) as outputs, pytest.raises(InternalError, match="boom"):
+        await anext(outputs)
+    await asyncio.sleep(0.05)
+    assert worker.aborted == []
+
+
+async def test_all_streams_end_when_the_worker_dies_and_it_comes_back_as_another(
+    pair, make_request, scripts, listener
+):
+    world, worker, client = pair
+    worker.script = scripts.hang
+
+    async def ask(index):
+        with client.submit(make_request([1], request_id=f"r{index}")) as outputs:
+            await anext(outputs)
+
+    tasks = [asyncio.create_task(ask(index)) for index in range(20)]
+    await world.until(lambda: len(worker.tasks) == 20)
+    await worker.die()
+    errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+    assert all(isinstance(error, WorkerLostError) for error in errors)
+    assert client.info is None
+    assert listener.lost == [worker.worker_id]
+    with pytest.raises(WorkerUnavailableError):
+        client.submit(make_request([1]))
+
+    heir = await world.add("prefill-0", "prefill", incarnation="two", port=worker.port)
+    await world.until(lambda: client.info is not None)
+    assert client.info.worker_id == heir.worker_id != worker.worker_id
+    with client.submit(make_request([1], max_tokens=1)) as outputs:
+        assert (await anext(outputs)).finish_reason is FinishReason.LENGTH
+
+
+async def test_a_worker_that_is_not_there_yet_is_found_later(make_world, listener):
+    world = await make_world()
+    probe = await world.add("late", "prefill")
+    await probe.die()
+    client = WorkerClient(probe.address, listener, router_id="test")
+    client.start()
+    await asyncio.sleep(0.3)
+    assert client.info is None
+    await world.add("late", "prefill", port=probe.port)
+    await world.until(lambda: client.info is not None, within_s=10)
+    await client.close()
+
+
+async def test_unreadable_output_fails_its_request_alone(pair, make_request, scripts):
+    _, worker, client = pair
+
+    async def nonsense(call):
+        output = pb.SequenceOutput(request_id="bad", attempt=0, finish_reason="because")
+        call.outbox.put_nowait(pb.WorkerMessage(step=pb.StepOutputs(outputs=[output])))
+
+    worker.scripts = [nonsense, scripts.honest_prefill]
+    bad = client.submit(make_request([1], request_id="bad"))
+    with bad as outputs, pytest.raises(InternalError):
+        await anext(outputs)
+    with client.submit(make_request([1], request_id="good", max_tokens=1)) as outputs:
+        assert (await anext(outputs)).finish_reason is FinishReason.LENGTH
+
+
+async def test_silence_with_work_makes_a_suspect_and_a_word_clears_it(
+    pair, make_request, scripts, monkeypatch, caplog
+):
+    world, worker, client = pair
+    monkeypatch.setattr(worker_client, "SUSPECT_AFTER_S", 0.1)
+    await client.close()
+    client = WorkerClient(worker.address, Listener(), router_id="test")
+    client.start()
+    await world.until(lambda: client.info is not None)
+    await asyncio.sleep(0.3)
+    assert not client.suspect, "idle workers may be silent"
+    worker.script = scripts.hang
+    with caplog.at_level(logging.WARNING), client.submit(make_request([1])):
+        await world.until(lambda: client.suspect)
+        assert "silent" in caplog.text
+        worker.report()
+        await world.until(lambda: not client.suspect)
+    await client.close()
+
+
+async def test_close_ends_streams(pair, make_request, scripts):
+    _, worker, client = pair
+    worker.script = scripts.hang
+    with client.submit(make_request([1])) as outputs:
+        await client.close()
+        with pytest.raises(WorkerUnavailableError):
+            await anext(outputs)

@@ -1,0 +1,116 @@
+"""The command line: help that teaches, mistakes in one line with exit code 2."""
+
+import pytest
+
+from deploy.arguments import build_parser
+from deploy.cli import HANDLERS, main
+from deploy.config_file import SETTINGS, flag_name
+
+COMMANDS = list(HANDLERS)
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        try:
+            code = main(arguments)
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_help_shows_the_way(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in COMMANDS[:5]:
+        assert f"twostroke {command}" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"usage: twostroke {command}" in out
+
+
+def test_every_setting_is_an_option_of_up(run):
+    _, out, _ = run("up", "--help")
+    assert [key for key in SETTINGS if flag_name(key) not in out] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["frob"], "invalid choice: 'frob'"),
+        (["up", "--prot", "1"], "up: unrecognized argument: --prot (did you mean --port?)"),
+        (["up", "--por", "1"], "unrecognized argument: --por"),
+        (["up", "a", "b"], "twostroke up: unrecognized argument: b"),
+        (["up", "a", "--model", "b"], "the model is named twice"),
+        (["up", "--port", "x"], "--port: 'x' is not a whole number"),
+        (["up", "--decode", "0"], "--decode: must be at least 1"),
+        (["up", "--config", "/nowhere.yaml"], "/nowhere.yaml: not readable as YAML"),
+        (["up", "nomodel"], "no model 'nomodel'"),
+        (["up", "--detach", "nomodel"], "no model 'nomodel'"),
+        (["up", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8000"),
+        (["demo", "--stay", "--once"], "not allowed with argument"),
+        (["router"], "no decode worker: name one with --decode HOST:PORT"),
+        (["router", "--decode", "x"], "--decode: 'x' is not host:port"),
+        (["decode", "nomodel"], "no model 'nomodel'"),
+        (["prefill", "--max-num-seqs", "-1"], "'-1' is not a whole number"),
+        (["chat", "hi", "--url", "http://127.0.0.1:9"], "no router answers at http://127.0.0.1:9"),
+        (["status", "--url", "http://127.0.0.1:9"], "start a cluster with `twostroke up`"),
+        (["down", "--port", "1"], "no cluster started by `twostroke up` listens on port 1"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert message in err
+    assert out == ""
+    assert err.count("\n") == 1
+
+
+def test_a_taken_port_is_found_before_anything_starts(run, unused_listener):
+    code, _, err = run("up", "--port", str(unused_listener))
+    assert code == 2
+    assert "Address already in use" in err
+    assert "--port" in err
+
+
+@pytest.fixture
+def unused_listener():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_variables_are_read_too(run, monkeypatch):
+    monkeypatch.setenv("TWOSTROKE_BLOCKSIZE", "8")
+    code, _, err = run("up")
+    assert code == 2
+    assert "TWOSTROKE_BLOCKSIZE: there is no such setting (did you mean block_size?)" in err
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    with pytest.raises(Exception, match="no model 'nomodel'"):
+        main(["up", "--debug", "nomodel"])
+
+
+def test_down_with_nothing_running(run):
+    assert run("down") == (0, "nothing is running\n", "")
+
+
+def test_options_cannot_be_shortened():
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(["up", "--max-num", "3"])
+    assert unknown == ["--max-num", "3"] or args.model_argument == "3"

@@ -1,0 +1,159 @@
+"""Loading: every slot once, every tensor used, a few megabytes at a time, or an error that names
+the tensor."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.errors import ModelLoadError
+from core.model_config import load_model_config
+from engine.models.registry import build_model
+from engine.weights.loader import load_weights, open_checkpoint, weight_slots
+from parallel.groups import Placement, SingleRank
+from parallel.weights import CHUNK_BYTES, copy_shard
+
+PLACEMENT = Placement(group=SingleRank(), dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def folder(make_hf_model, tmp_path):
+    make_hf_model("llama2").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def load(folder, progress=None):
+    model = build_model(load_model_config(str(folder)), placement=PLACEMENT)
+    load_weights(model, open_checkpoint(str(folder)), progress)
+    return model
+
+
+def edit(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_sharded_index_equals_single_file(make_hf_model, folder, tmp_path_factory):
+    sharded = tmp_path_factory.mktemp("sharded")
+    make_hf_model("llama2").save_pretrained(sharded, max_shard_size="40KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    one, many = load(folder).state_dict(), load(sharded).state_dict()
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_progress_grows_to_one(folder):
+    seen = []
+    load(folder, lambda what, fraction: seen.append((what, fraction)))
+    fractions = [fraction for _, fraction in seen]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert len(fractions) > 20
+
+
+def test_missing_tensor_is_named(folder):
+    edit(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelLoadError, match=r"lacks 1 tensor.*model\.layers\.1\.mlp\.up_proj"):
+        load(folder)
+
+
+def test_untied_model_without_its_head_is_refused(folder):
+    edit(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ModelLoadError, match=r"lacks 1 tensor.*lm_head\.weight"):
+        load(folder)
+
+
+def test_unexpected_tensor_is_named(folder):
+    edit(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.lora_A": torch.ones(2)}))
+    with pytest.raises(ModelLoadError, match=r"no place for 1 tensor.*lora_A"):
+        load(folder)
+
+
+def test_wrong_shape_is_named(folder):
+    edit(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(47)}))
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has shape \[47\].*\[48\]"):
+        load(folder)
+
+
+def test_leftovers_of_old_checkpoints_are_ignored(folder, change_config):
+    """Rotary tables of old converters; a head beside tied embeddings."""
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit(folder, lambda tensors: tensors.update({name: torch.ones(4)}))
+    load(folder)
+    change_config(folder, {"tie_word_embeddings": True})
+    model = load(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_damaged_file_is_refused(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: not a readable"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "not a readable index"),
+        ({"weight_map": 3}, "not a readable index"),
+        ({"weight_map": {"model.norm.weight": "../model.safetensors"}}, "not a file name"),
+        ({"weight_map": {"model.norm.weight": "absent.safetensors"}}, "absent.safetensors"),
+        ({"weight_map": {"other.weight": "model.safetensors"}}, "no tensor other.weight"),
+    ],
+)
+def test_bad_index_is_refused(folder, index, message):
+    text = index if isinstance(index, str) else json.dumps(index)
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=message):
+        load(folder)
+
+
+def test_folder_without_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="neither"):
+        load(folder)
+
+
+def test_every_parameter_is_filled(folder):
+    """Parameters are allocated uninitialised: whatever stays NaN here was never loaded."""
+    model = build_model(load_model_config(str(folder)), placement=PLACEMENT)
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))
+    load_weights(model, open_checkpoint(str(folder)))
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_slots_bear_the_checkpoints_names(make_hf_model, family):
+    hf_model, folder = family
+    model = build_model(load_model_config(folder), placement=PLACEMENT)
+    slots = weight_slots(model)
+    required = {name for name, slot in slots.items() if slot.required}
+    assert required == {name for name, _ in hf_model.named_parameters()}
+
+
+class Recorded:
+    """A stored tensor that remembers how much of it was read at once."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.reads = []
+
+    def read(self, rows, columns=None):
+        part = self.tensor[rows] if columns is None else self.tensor[rows, columns]
+        self.reads.append((rows.stop - rows.start) * self.shape[1] * 4)
+        return part
+
+
+@pytest.mark.parametrize("shape", [(5000, 3000), (4999, 1500)])
+def test_large_tensors_are_read_in_pieces(shape):
+    stored = Recorded(torch.arange(5000 * 3000, dtype=torch.float32).view(5000, 3000))
+    target = torch.empty(shape, dtype=torch.float64)
+    copy_shard(target, stored, first_row=1 if shape[0] < 5000 else 0, first_column=0)
+    first = 5000 - shape[0]
+    assert torch.equal(target, stored.tensor[first:, : shape[1]].double())
+    assert len(stored.reads) > 3
+    assert max(stored.reads) <= CHUNK_BYTES
