@@ -30,7 +30,7 @@ from deploy.model_source import resolve_model
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEMO_KV_BYTES = 256 << 20
-"""Enough for one question; touching a gigabyte for the first time takes seconds on some machines."""
+"""Enough for one question; touching a gigabyte for the first time takes seconds on some VMs."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 

@@ -33,7 +33,10 @@ async def test_openai_client_streams_a_chat(cluster):
             usage = chunk.usage or usage
             pieces += [choice.delta.content or "" for choice in chunk.choices]
         assert "".join(pieces) == whole.choices[0].message.content
-        assert usage == whole.usage
+        assert usage is not None
+        assert whole.usage is not None
+        assert usage.completion_tokens == whole.usage.completion_tokens == 12
+        assert usage.prompt_tokens == whole.usage.prompt_tokens
         assert [model.id async for model in client.models.list()] == ["m"]
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="gpt-9", messages=messages)

@@ -70,7 +70,11 @@ async def test_a_cluster_on_ray_serves_survives_a_death_and_leaves_nothing(tiny_
         assert folder.is_dir()
     assert descendants() <= before
     assert not folder.exists()
-    assert any(0 < slot.fraction < 1 for state in seen for slot in state.slots), "progress"
+    phases = [slot.phase for state in seen for slot in state.slots if slot.name == "prefill-0"]
+    story = [
+        phase for phase, before in zip(phases, [None, *phases], strict=False) if phase != before
+    ]
+    assert story == [Phase.STARTING, Phase.READY, Phase.WAITING, Phase.STARTING, Phase.READY]
     assert notes == ["starting Ray", "starting workers", "stopping workers", "stopping Ray"]
 
 

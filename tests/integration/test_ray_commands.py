@@ -135,14 +135,15 @@ def wait_until_healthy(url):
         time.sleep(0.05)
 
 
-def test_demo_on_ray_answers_shows_its_timeline_and_stops(run, tiny_model):
+def test_demo_on_ray_answers_shows_its_timeline_and_stops(run):
+    """On the bundled model: this is what `make demo` runs."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    demo = run("demo", tiny_model, *SMALL)
+    demo = run("demo", "--port", "0")
     assert demo.returncode == 0, demo.stderr
-    assert demo.stdout.strip(), "the answer"
+    assert "engine" in demo.stdout, "the answer"
     for word in ("tokenize", "prefill", "transfer", "decode", "blocks", "curl -N http://"):
         assert word in demo.stderr, word
-    assert "loading" in demo.stderr, "progress is visible"
+    assert "loading weights" in demo.stderr, "progress is visible"
     assert demo.stderr.rstrip().endswith("Everything is stopped.")
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
 

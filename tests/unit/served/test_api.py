@@ -1,0 +1,642 @@
+"""The HTTP API from outside: shapes, streams, limits and errors, against a live server."""
+
+import asyncio
+import json
+import logging
+import time
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from core.errors import InternalError
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+POEM = "Grüße, 世界! 🌶️🌶️ naïve — done"
+
+
+@pytest.fixture
+async def client(world):
+    async with openai.AsyncOpenAI(
+        base_url=f"{world.router.url}/v1", api_key="unused", max_retries=0
+    ) as client:
+        yield client
+
+
+def assert_error(reply, status, code, param=None):
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param)
+    assert reply.headers["x-request-id"]
+    if 400 <= status < 500 and status != 429:
+        assert reply.headers["x-should-retry"] == "false"
+    return error
+
+
+async def test_openai_client_chats(world, client):
+    world.say(POEM)
+    reply = await client.chat.completions.create(**CHAT)
+    assert reply.choices[0].message.content == POEM
+    assert reply.choices[0].finish_reason == "stop"
+    num_bytes = len(POEM.encode())
+    assert reply.usage.completion_tokens == num_bytes + 1, "EOS counts"
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + num_bytes + 1
+    assert reply.usage.prompt_tokens == len("user: hi\nassistant: ")
+    assert reply._request_id in reply.id
+
+
+async def test_openai_client_streams_what_it_gets_whole(world, client):
+    world.say(POEM)
+    stream = await client.chat.completions.create(
+        **CHAT, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    *parts, last = chunks
+    assert last.choices == []
+    assert last.usage.completion_tokens == len(POEM.encode()) + 1
+    deltas = [part.choices[0].delta for part in parts]
+    assert (deltas[0].role, deltas[0].content) == ("assistant", "")
+    assert all(delta.role is None for delta in deltas[1:])
+    assert "".join(delta.content or "" for delta in deltas) == POEM
+    assert all("\ufffd" not in (delta.content or "") for delta in deltas)
+    reasons = [part.choices[0].finish_reason for part in parts]
+    assert reasons == [None] * (len(parts) - 1) + ["stop"]
+    assert parts[-1].choices[0].delta.model_dump(exclude_unset=True) == {}
+
+
+async def test_openai_client_completes(world, client):
+    world.say("some words that go on and on")
+    reply = await client.completions.create(model="m", prompt="x")
+    assert reply.usage.completion_tokens == 16, "OpenAI's default"
+    assert reply.choices[0].finish_reason == "length"
+    stream = await client.completions.create(model="m", prompt="x", stream=True, max_tokens=99)
+    text = "".join([chunk.choices[0].text async for chunk in stream])
+    assert text == "some words that go on and on"
+
+
+async def test_usage_is_null_in_all_chunks_but_the_last(world):
+    world.say("abc")
+    events = await world.stream(
+        "/v1/chat/completions", **CHAT, stream_options={"include_usage": True}
+    )
+    *parts, last, done = events
+    assert done == "[DONE]"
+    assert all(part["usage"] is None for part in parts)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4
+    assert all(
+        "usage" not in part for part in (await world.stream("/v1/chat/completions", **CHAT))[:-1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("three", "one two "),
+        (["zzz", "two"], "one "),
+        (["e t", "two three"], "on"),
+        ("o", ""),
+        ("four?", "one two three four!"),
+        (["four!", "ee fo"], "one two thr"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings_are_never_sent(world, stop, text, stream):
+    world.say("one two three four!")
+    body = {"model": "m", "prompt": "x", "stop": stop, "max_tokens": 100}
+    if stream:
+        events = await world.stream(**body)
+        pieces = [event["choices"][0] for event in events if event != "[DONE]"]
+        assert "".join(piece["text"] for piece in pieces) == text
+        assert [p["finish_reason"] for p in pieces if p["finish_reason"]] == ["stop"]
+    else:
+        choice = (await world.http.post("/v1/completions", json=body)).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+    await world.until_nothing_is_held()
+
+
+async def test_a_character_cut_by_max_tokens_is_a_replacement_character(world):
+    world.say("ab🌶")
+    reply = await world.complete(max_tokens=4)
+    assert reply.json()["choices"][0]["text"] == "ab\ufffd"
+    events = await world.stream(model="m", prompt="x", max_tokens=4)
+    assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "ab\ufffd"
+
+
+async def test_first_token_may_be_the_last(world):
+    world.say("")
+    reply = await world.http.post("/v1/chat/completions", json=CHAT)
+    [choice] = reply.json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")
+    assert reply.json()["usage"]["completion_tokens"] == 1
+    events = await world.stream("/v1/chat/completions", **CHAT)
+    assert [e["choices"][0]["finish_reason"] for e in events[:-1]] == [None, "stop"]
+    assert world["decode-0"].requests == []
+
+
+async def test_several_prompts_and_choices(world, scripts):
+    """Index i*n + j; each prompt's choices differ in choice_index alone."""
+    prompts = [[1, 2], [3, 4, 5]]
+    reply = await world.complete(prompts, n=3, max_tokens=4, ignore_eos=True, seed=7)
+    body = reply.json()
+    assert [choice["index"] for choice in body["choices"]] == list(range(6))
+    expected = [scripts.right_tokens(prompt, 4) for prompt in prompts for _ in range(3)]
+    assert [choice["token_ids"] for choice in body["choices"]] == expected
+    assert body["usage"]["prompt_tokens"] == 5, "each prompt once"
+    assert body["usage"]["completion_tokens"] == 24
+    sent = {
+        (r.prompt_token_ids, r.choice_index, r.sampling.seed) for r in world["prefill-0"].requests
+    }
+    assert sent == {(tuple(p), j, 7) for p in prompts for j in range(3)}
+    assert len({r.request_id for r in world["prefill-0"].requests}) == 6
+    events = await world.stream(
+        model="m", prompt=prompts, n=2, max_tokens=4, ignore_eos=True, return_token_ids=True
+    )
+    tokens, reasons = {}, []
+    for event in events[:-1]:
+        [choice] = event["choices"]
+        tokens.setdefault(choice["index"], []).extend(choice["token_ids"])
+        reasons += [choice["index"]] if choice["finish_reason"] else []
+    assert [tokens[i] for i in range(4)] == [
+        scripts.right_tokens(p, 4) for p in prompts for _ in "ab"
+    ]
+    assert sorted(reasons) == [0, 1, 2, 3]
+    await world.until_nothing_is_held()
+
+
+async def test_one_failing_choice_ends_its_siblings_but_no_other_request(world, scripts):
+    other = asyncio.create_task(world.complete([9, 9], max_tokens=30, ignore_eos=True))
+
+    async def moody(call):
+        if call.request.prompt_token_ids == (2, 2):
+            call.fail(InternalError("boom"))
+        elif call.request.prompt_token_ids == (1, 1):
+            await scripts.hang(call)
+        else:
+            await scripts.honest_prefill(call)
+
+    world["prefill-0"].script = moody
+    reply = await world.complete([[1, 1], [2, 2]], max_tokens=5)
+    assert_error(reply, 500, "internal_error")
+    assert (await other).status_code == 200
+    await world.until_nothing_is_held()
+
+
+async def test_sampling_fields_reach_the_workers(world):
+    await world.complete(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=-5,
+        max_tokens=7,
+        stop_token_ids=[3, 4],
+        ignore_eos=True,
+        cache_salt="tenant",
+    )
+    [request] = world["prefill-0"].requests
+    s = request.sampling
+    assert (s.temperature, s.top_p, s.top_k, s.min_p, s.seed) == (0.5, 0.9, 40, 0.1, -5)
+    assert (s.max_tokens, s.stop_token_ids, s.ignore_eos) == (7, (3, 4), True)
+    assert request.cache_salt == "tenant"
+    assert request.eos_token_ids == (257,)
+
+
+async def test_omitted_sampling_fields_mean_openais_defaults(world):
+    await world.http.post("/v1/chat/completions", json=CHAT)
+    await world.http.post("/v1/chat/completions", json={**CHAT, "top_k": -1})
+    first, second = world["prefill-0"].requests
+    s = first.sampling
+    assert (s.temperature, s.top_p, s.top_k, s.min_p, s.ignore_eos) == (1.0, 1.0, 0, 0.0, False)
+    assert s.max_tokens == 200 - len(first.prompt_token_ids), "a chat may fill the context"
+    assert s.seed != second.sampling.seed, "no two requests are alike unless asked"
+    assert second.sampling.top_k == 0
+
+
+async def test_newer_limit_wins_and_generous_ones_are_clamped(world):
+    world.say("x" * 300, eos=False)
+    body = {**CHAT, "max_tokens": 3, "max_completion_tokens": 5}
+    reply = (await world.http.post("/v1/chat/completions", json=body)).json()
+    assert reply["usage"]["completion_tokens"] == 5
+    reply = (
+        await world.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 65535})
+    ).json()
+    assert reply["usage"]["total_tokens"] == 200
+    assert reply["choices"][0]["finish_reason"] == "length"
+    reply = (await world.complete(max_tokens=None)).json()
+    assert reply["usage"]["completion_tokens"] == 16
+
+
+async def test_cached_tokens_stay_below_prompt_tokens(world):
+    async def all_cached(call):
+        call.prefilled(7, num_cached_tokens=3)
+
+    world["prefill-0"].script = all_cached
+    usage = (await world.complete([1, 2, 3], max_tokens=1)).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 2
+
+
+async def test_messages_become_the_templates_prompt(world):
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "c"},
+    ]
+    await world.http.post("/v1/chat/completions", json={"model": "m", "messages": messages})
+    prompt = world.tokenizer.decode(world["prefill-0"].requests[0].prompt_token_ids)
+    assert prompt == "system: be brief\nuser: ab\nassistant: \nuser: c\nassistant: "
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompt_that_is_too_long_is_400_before_any_200(world, stream):
+    text = "x" * 200
+    for path, body in (
+        ("/v1/completions", {"model": "m", "prompt": text}),
+        ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": text}]}),
+    ):
+        reply = await world.http.post(path, json={**body, "stream": stream})
+        param = "prompt" if "prompt" in body else "messages"
+        error = assert_error(reply, 400, "context_length_exceeded", param)
+        assert "200 tokens" in error["message"]
+    assert world["prefill-0"].requests == []
+
+
+async def test_longest_prompt_that_fits_gets_one_token(world):
+    reply = await world.complete("x" * 199, max_tokens=10, prompt="x" * 199)
+    assert reply.json()["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"prompt": ""}, "invalid_request", "prompt"),
+        ({"prompt": []}, "invalid_request", "prompt"),
+        ({"prompt": [[]]}, "invalid_request", "prompt"),
+        ({"prompt": ["a", ""]}, "invalid_request", "prompt"),
+        ({"prompt": [1, 300]}, "invalid_request", "prompt"),
+        ({"prompt": [-1]}, "invalid_request", "prompt"),
+        ({"prompt": [2**70]}, "invalid_request", "prompt"),
+        ({"prompt": ["x"] * 129}, "invalid_request", "prompt"),
+        ({"prompt": ["x", "y"], "n": 128}, "invalid_request", "n"),
+        ({"stop_token_ids": [300]}, "invalid_request", "stop_token_ids"),
+        ({"stop_token_ids": [1] * 129}, "invalid_request", "stop_token_ids"),
+        ({"temperature": -0.1}, "invalid_request", "temperature"),
+        ({"temperature": 2.1}, "invalid_request", "temperature"),
+        ({"top_p": 0}, "invalid_request", "top_p"),
+        ({"top_k": -2}, "invalid_request", "top_k"),
+        ({"min_p": 1.1}, "invalid_request", "min_p"),
+        ({"seed": 2**64}, "invalid_request", "seed"),
+        ({"max_tokens": 0}, "invalid_request", "max_tokens"),
+        ({"max_tokens": -1}, "invalid_request", "max_tokens"),
+        ({"logprobs": 5}, "unsupported_parameter", "logprobs"),
+        ({"echo": True}, "unsupported_parameter", "echo"),
+        ({"logit_bias": {"191222": -100}}, "unsupported_parameter", "logit_bias"),
+        ({"guided_regex": "foo**"}, "unsupported_parameter", "guided_regex"),
+    ],
+)
+async def test_bad_parameters_are_400_and_named(world, fields, code, param):
+    reply = await world.http.post("/v1/completions", json={"model": "m", "prompt": "x", **fields})
+    assert_error(reply, 400, code, param)
+    assert world["prefill-0"].requests == []
+    assert (await world.http.get("/health")).status_code == 200
+
+
+async def test_errors_raise_the_openai_clients_classes(world, client, scripts):
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.chat.completions.create(**{**CHAT, "model": "gpt-9"})
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.chat.completions.create(**CHAT, temperature=9)
+    assert bad.value.param == "temperature"
+    world["decode-0"].script = scripts.decode_then(2, scripts.fail(InternalError("boom")))
+    stream = await client.chat.completions.create(**CHAT, stream=True)
+    with pytest.raises(openai.APIError, match="internal error"):
+        async for _ in stream:
+            pass
+
+
+async def test_malformed_json_unknown_routes_and_methods(world):
+    http = world.http
+    reply = await http.post("/v1/completions", content=b'{"model": "m", "prompt": ')
+    assert_error(reply, 400, "invalid_request")
+    assert_error(await http.post("/v1/completions", content=b""), 400, "invalid_request")
+    assert_error(await http.get("/v1/nothing"), 404, "not_found")
+    assert_error(await http.get("/v1/completions/"), 404, "not_found")
+    reply = await http.get("/v1/completions")
+    assert_error(reply, 405, "method_not_allowed")
+    assert "POST" in reply.headers["allow"]
+    assert_error(await http.post("/v1/embeddings", json={}), 404, "not_found")
+    assert_error(await http.get("/v1/models/gpt-9"), 404, "model_not_found", "model")
+
+
+async def test_body_limit_holds_with_and_without_a_length(make_world):
+    world = await make_world(max_body_bytes=1000)
+    large = json.dumps({"model": "m", "prompt": "x" * 2000}).encode()
+
+    async def in_pieces():
+        for start in range(0, len(large), 100):
+            yield large[start : start + 100]
+
+    for content in (large, in_pieces()):
+        reply = await world.http.post("/v1/completions", content=content)
+        assert_error(reply, 413, "body_too_large")
+    assert (await world.complete(max_tokens=1)).status_code == 200
+
+
+async def test_overload_is_refused_before_the_body_is_read(make_world, scripts):
+    world = await make_world(max_concurrent_requests=2)
+    world["prefill-0"].script = scripts.hang
+    busy = [asyncio.create_task(world.complete()) for _ in range(2)]
+    await world.until(lambda: len(world["prefill-0"].requests) == 2)
+
+    async def never_sent():
+        yield b'{"model":'
+        await asyncio.Event().wait()
+
+    reply = await asyncio.wait_for(
+        world.http.post("/v1/completions", content=never_sent()), timeout=5
+    )
+    assert_error(reply, 429, "overloaded")
+    assert int(reply.headers["retry-after"]) >= 1
+    assert "x-should-retry" not in reply.headers
+    assert (await world.http.get("/health")).status_code == 200
+    for task in busy:
+        task.cancel()
+    await asyncio.gather(*busy, return_exceptions=True)
+    await world.until_nothing_is_held()
+    world["prefill-0"].script = None
+    assert (await world.complete()).status_code == 200
+
+
+async def test_choices_count_against_the_limit(make_world):
+    world = await make_world(max_concurrent_requests=4)
+    assert_error(await world.complete(n=5), 429, "overloaded")
+    assert (await world.complete(n=4, max_tokens=2)).status_code == 200
+
+
+async def test_no_workers_is_503_and_health_says_which(make_world):
+    world = await make_world(num_decode=0)
+    reply = await world.http.get("/health")
+    assert reply.status_code == 503
+    assert reply.json()["missing"] == ["decode"]
+    assert_error(await world.complete(), 503, "worker_unavailable")
+    await world.router.set_workers(())
+    assert (await world.http.get("/health")).json()["missing"] == ["prefill", "decode"]
+    assert_error(await world.complete(), 503, "worker_unavailable")
+    assert (await world.http.get("/v1/models")).status_code == 200
+
+
+async def test_exceptions_nobody_foresaw_become_a_500_with_an_id(world, monkeypatch, caplog):
+    def explode(*args, **kwargs):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(world.router.registry, "limits", explode)
+    reply = await world.complete()
+    error = assert_error(reply, 500, "internal_error")
+    assert "secret" not in reply.text
+    assert reply.headers["x-request-id"] in error["message"]
+    assert "secret detail" in caplog.text
+    assert reply.headers["x-request-id"] in caplog.text
+    await world.until_nothing_is_held()
+
+
+async def test_internal_errors_of_workers_stay_inside(world, scripts, caplog):
+    world["prefill-0"].script = scripts.fail(InternalError("secret path /srv/x"))
+    reply = await world.complete()
+    assert_error(reply, 500, "internal_error")
+    assert "secret" not in reply.text
+    assert "secret path" in caplog.text
+
+
+async def test_request_ids_are_ours(world):
+    replies = [await world.http.get("/v1/models", headers={"x-request-id": "mine"}) for _ in "ab"]
+    ids = {reply.headers["x-request-id"] for reply in replies}
+    assert len(ids) == 2
+    assert "mine" not in ids
+
+
+async def test_debug_is_off_unless_enabled(make_world):
+    world = await make_world(enable_debug=False)
+    reply = await world.complete(max_tokens=1)
+    request_id = reply.headers["x-request-id"]
+    for path in ("/debug/requests", f"/debug/requests/{request_id}"):
+        assert_error(await world.http.get(path), 404, "not_found")
+
+
+async def test_debug_shows_running_and_unknown_requests(world, scripts):
+    world["decode-0"].script = scripts.decode_then(2, scripts.hang)
+    body = {"model": "m", "prompt": [1, 2], "max_tokens": 9, "ignore_eos": True, "stream": True}
+    async with world.http.stream("POST", "/v1/completions", json=body) as response:
+        life = await world.http.get(f"/debug/requests/{response.headers['x-request-id']}")
+        assert life.json()["outcome"] == "running"
+        assert life.json()["prefill"]["queue_s"] == 0.001
+    assert_error(await world.http.get("/debug/requests/nope"), 404, "not_found")
+    await world.until_nothing_is_held()
+
+
+async def test_cluster_shows_workers_and_load(world):
+    world["decode-0"].report(num_running=3, num_free_blocks=250, rss_bytes=42)
+    await world.until(lambda: any(s.report for s in world.router.registry.statuses()))
+    body = (await world.http.get("/cluster")).json()
+    rows = {row["name"]: row for row in body["workers"]}
+    assert rows["decode-0"]["kv_usage"] == 0.75
+    assert (rows["decode-0"]["num_running"], rows["decode-0"]["rss_bytes"]) == (3, 42)
+    assert rows["prefill-0"]["num_running"] is None
+    assert rows["prefill-0"]["connected"] is True
+    assert body["model"] == "m"
+
+
+async def test_metrics(world, scripts):
+    world["prefill-0"].report(num_free_blocks=7)
+    await world.complete(max_tokens=5, ignore_eos=True)
+    await world.complete(temperature=9)
+    text = (await world.http.get("/metrics")).text
+    for line in (
+        'twostroke_requests_total{outcome="length"} 1.0',
+        "twostroke_generation_tokens_total 5.0",
+        "twostroke_prompt_tokens_total 3.0",
+        'twostroke_http_errors_total{code="invalid_request"} 1.0',
+        "twostroke_requests_in_flight 0.0",
+        "twostroke_ttft_seconds_count 1.0",
+        "twostroke_itl_seconds_count 4.0",
+        'twostroke_stage_seconds_count{stage="transfer"} 1.0',
+    ):
+        assert line in text, line
+    assert "twostroke_kv_transfer_bytes_total 32.0" in text
+    assert 'twostroke_worker_free_blocks{address="' in text
+
+
+async def test_one_log_line_per_request_without_its_text(world, caplog):
+    world.say("an answer")
+    with caplog.at_level(logging.INFO, logger="router.requests"):
+        await world.complete(prompt="my secret prompt", max_tokens=50)
+    [record] = [r for r in caplog.records if r.name == "router.requests"]
+    line = record.getMessage()
+    for part in (
+        "outcome=stop",
+        "prompt_tokens=16",
+        "output_tokens=10",
+        "transfer_ms=3.0",
+        "queue_ms=1.0",
+        "prefill_worker=prefill-0@one",
+        "decode_worker=decode-0@one",
+        "attempts=1",
+        "ttft_ms=",
+    ):
+        assert part in line
+    assert "secret" not in line
+    assert "answer" not in line
+
+
+# ---- clients that misbehave
+
+
+async def test_a_client_that_stops_reading_is_cut_off(world, scripts, monkeypatch):
+    monkeypatch.setattr("router.http_exchange.SEND_TIMEOUT_S", 0.3)
+
+    async def flood(call):
+        call.pull()
+        for _ in range(3000):
+            for _ in range(20):
+                call.send(65)
+            await asyncio.sleep(0)
+        await scripts.hang(call)
+
+    world["decode-0"].script = flood
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.router.port, limit=1)
+    body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 150, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await world.until(lambda: world["decode-0"].requests)
+    await world.until(lambda: not world["decode-0"].tasks, within_s=15)
+    await world.until_nothing_is_held()
+    writer.close()
+    assert (await world.http.get("/health")).status_code == 200
+
+
+async def test_a_client_that_goes_away_while_it_sends_its_body(world):
+    _, writer = await asyncio.open_connection("127.0.0.1", world.router.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.close()
+    await world.until_nothing_is_held()
+
+
+async def test_a_long_prompt_does_not_stop_other_streams(world, monkeypatch):
+    """Tokenization of a big body happens in a thread: the event loop goes on."""
+    loop_thread = []
+    inside = []
+
+    def slow(self, body, request_id):
+        import threading
+
+        inside.append(threading.current_thread() is threading.main_thread())
+        time.sleep(0.3)
+        raise InternalError("enough")
+
+    monkeypatch.setattr("router.api.COMPLETION", None, raising=False)
+    monkeypatch.setattr("router.prepare.Preparer._encode_prompts", lambda self, f: slow(self, 0, 0))
+    task = asyncio.create_task(world.complete(prompt="x" * 20_000))
+    gaps, last = [], time.perf_counter()
+    while not task.done():
+        await asyncio.sleep(0.005)
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    assert inside == [False]
+    assert max(gaps) < 0.2
+    assert not loop_thread
+
+
+# ---- shapes
+
+
+async def replies_of_every_kind(world):
+    """(kind, body) of all we can say."""
+    http = world.http
+    usage = {"stream_options": {"include_usage": True}}
+    for extra in ({}, {"n": 2}, {"max_tokens": 1}):
+        yield (
+            "chat.completion",
+            (await http.post("/v1/chat/completions", json={**CHAT, **extra})).json(),
+        )
+        yield "text_completion", (await world.complete(**extra)).json()
+        for event in await world.stream("/v1/chat/completions", **CHAT, **extra, **usage):
+            yield "chat.completion.chunk", event
+        for event in await world.stream(model="m", prompt="x", **extra, **usage):
+            yield "text_completion.chunk", event
+    for event in await world.stream("/v1/chat/completions", **CHAT):
+        yield "chat.completion.chunk", event
+    yield "list", (await http.get("/v1/models")).json()
+    yield "model", (await http.get("/v1/models/m")).json()
+    yield "error", (await http.get("/nothing")).json()
+    yield "error", (await world.complete(temperature=9)).json()
+    yield "error", (await http.post("/v1/completions", content=b"{")).json()
+    await world.router.set_workers(())
+    yield "error", (await world.complete()).json()
+
+
+async def check_all(world, validate):
+    world.say(POEM)
+    kinds = set()
+    async for kind, body in replies_of_every_kind(world):
+        if body != "[DONE]":
+            validate(kind, body)
+            kinds.add(kind)
+    assert len(kinds) == 7
+
+
+async def test_every_reply_has_the_shape_clients_rely_on(world, openai_schemas):
+    await check_all(world, openai_schemas)
+
+
+async def test_every_reply_validates_against_openais_own_schemas(world, official_schemas):
+    await check_all(world, official_schemas)
+
+
+async def test_stream_error_event_has_the_error_shape(world, scripts, openai_schemas):
+    world["decode-0"].script = scripts.decode_then(2, scripts.fail(InternalError("boom")))
+    events = await world.stream("/v1/chat/completions", **CHAT)
+    openai_schemas("error", events[-1])
+    assert "[DONE]" not in events
+    for event in events[:-1]:
+        openai_schemas("chat.completion.chunk", event)
+
+
+def test_the_schemas_can_fail(openai_schemas):
+    good = {"error": {"message": "x", "type": "x", "param": None, "code": None}}
+    openai_schemas("error", good)
+    for bad in ({}, {"error": "x"}, {"error": {**good["error"], "code": 400}}):
+        with pytest.raises(jsonschema.ValidationError):
+            openai_schemas("error", bad)
+
+
+async def test_router_serves_ipv4_on_a_free_port_and_stops_twice(make_world):
+    world = await make_world()
+    assert world.router.port > 0
+    assert world.router.url == f"http://127.0.0.1:{world.router.port}"
+    await world.router.stop()
+    await world.router.stop()
+    with pytest.raises(httpx.ConnectError):
+        await world.http.get("/health")
+
+
+async def test_stop_ends_running_streams_with_an_error(world, scripts):
+    world["decode-0"].script = scripts.decode_then(2, scripts.hang)
+    body = {"model": "m", "prompt": [1, 2], "max_tokens": 9, "ignore_eos": True}
+    task = asyncio.create_task(world.stream(**body))
+    await world.until(lambda: world["decode-0"].requests)
+    await asyncio.sleep(0.05)
+    started = time.perf_counter()
+    await world.router.stop()
+    events = await task
+    assert events[-1]["error"]["code"] == "worker_unavailable"
+    assert time.perf_counter() - started < 3
