@@ -56,7 +56,7 @@ class RayController:
         try:
             await asyncio.shield(self._init)
         except (RuntimeError, ConnectionError, RayError) as error:
-            raise self._failed(f"Ray did not start: {error}") from error
+            raise self._failed(f"Ray did not start: {_first_line(error)}") from error
         self._note("starting workers")
         self._actor = start_controller(self._config)
 
@@ -69,7 +69,7 @@ class RayController:
         try:
             state: ClusterState = await self._actor.changed.remote(version, timeout_s)
         except RayError as error:
-            raise self._failed(f"the controller is lost: {error}") from error
+            raise self._failed(f"the controller is lost: {_first_line(error)}") from error
         self._keep_logs |= any(not slot.fatal for slot in state.failed)
         return state
 
@@ -116,6 +116,11 @@ class RayCluster(Cluster):
         super().__init__(config, RayController(config, note), observer=observer)
 
 
+def _first_line(error: Exception) -> str:
+    """Ray appends whole tracebacks of other processes."""
+    return str(error).strip().partition("\n")[0] or repr(error)
+
+
 def _make_folder() -> Path:
     """Short, because of the sockets in it, and readable by this user only."""
     base = tempfile.gettempdir()
@@ -128,9 +133,10 @@ def _init(config: ClusterConfig, folder: Path) -> None:
     """Blocks for some five seconds."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     # Ray takes these from the environment only, its daemons inherit them. A token of our own: the
-    # default would be written to the user's home and shared with every Ray of this user.
+    # default would be written to the user's home and shared with every Ray of this user. One per
+    # process, because Ray reads it once and keeps it.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     resources = total_resources(config)
     ray.init(
         address="local",

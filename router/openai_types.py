@@ -211,9 +211,9 @@ def _is_off(name: str, given: Any) -> bool:
 
 
 def _explain(error: ValidationError) -> InvalidRequestError:
-    """The deepest complaint (a union complains once per alternative), under a readable path."""
+    """A union complains once per alternative: show the complaint of the one that got furthest."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
-    worst = max(details, key=lambda detail: len(detail["loc"]))
+    worst = max(details, key=lambda detail: _depth(detail["loc"]))
     path = ""
     for part in worst["loc"]:
         if isinstance(part, int):
@@ -224,6 +224,10 @@ def _explain(error: ValidationError) -> InvalidRequestError:
     if worst["type"] == "extra_forbidden":
         return UnsupportedParameterError(f"{path} is not supported by this server", param=path)
     return InvalidRequestError(text, param=path or None)
+
+
+def _depth(location: tuple[int | str, ...]) -> tuple[int, tuple[int, ...]]:
+    return len(location), tuple(part for part in location if isinstance(part, int))
 
 
 _UNION_LABELS = frozenset({"str", "int", "TextPart"})

@@ -45,16 +45,14 @@ _LAYER_NAMES: Mapping[str, str] = {
 
 
 class GGUFStoredTensor:
-    """One tensor of a mapped file. `row_order[i]` is the stored row that row i is read from."""
+    """One tensor of a mapped file."""
 
-    def __init__(
-        self, gguf: GGUFFile, tensor: GGUFTensor, row_order: np.ndarray | None = None
-    ) -> None:
+    def __init__(self, gguf: GGUFFile, tensor: GGUFTensor) -> None:
         self.shape = tensor.shape
         self._name = tensor.name
         self._type = _quantization_type(tensor)
         self._raw = _raw_rows(gguf.data, tensor, self._type)
-        self._row_order = row_order
+        self._row_order = _row_order(gguf, tensor)
 
     def read(self, rows: slice, columns: slice | None = None) -> Tensor:
         if len(self.shape) == 1:  # stored as one row
@@ -105,7 +103,7 @@ def open_gguf(path: Path) -> Mapping[str, StoredTensor]:
     if gguf.integer("split.count", 1) > 1:
         raise ModelLoadError(f"{path}: one part of a split GGUF; merge it first (gguf-split)")
     return {
-        checkpoint_name(name): GGUFStoredTensor(gguf, tensor, _row_order(gguf, tensor))
+        checkpoint_name(name): GGUFStoredTensor(gguf, tensor)
         for name, tensor in gguf.tensors.items()
     }
 

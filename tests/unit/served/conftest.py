@@ -384,7 +384,8 @@ class World:
             worker.script = decode
 
     async def complete(self, prompt=(1, 2, 3), **fields):
-        body = {"model": "m", "prompt": list(prompt), "return_token_ids": True, **fields}
+        prompt = prompt if isinstance(prompt, str) else list(prompt)
+        body = {"model": "m", "prompt": prompt, "return_token_ids": True, **fields}
         return await self.http.post("/v1/completions", json=body)
 
     async def stream(self, path="/v1/completions", **body):
