@@ -5,6 +5,7 @@ preempted, too large or stale, each request gets its own tokens or a named error
 block is held on either side.
 """
 
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,13 +37,15 @@ from prefill_workers.worker import PrefillWorker
 class Peer:
     """The owner, called directly instead of over gRPC."""
 
-    def __init__(self, sender):
+    def __init__(self, sender, gate):
         self.sender = sender
+        self.gate = gate
 
     def connect(self, offer):
         self.sender.connect(offer)
 
     def pull(self, pull):
+        self.gate.wait()
         return self.sender.pull(pull)
 
     def renew(self, handle_ids):
@@ -61,6 +64,9 @@ class Pair:
 
     def __init__(self, prefill_executor, decode_executor, config, lease_s=5.0):
         transports = LoopbackTransports()
+        self.gate = threading.Event()
+        self.gate.set()
+        """Cleared, it holds every transfer where the receive is posted and nothing was sent."""
         transfer = TransferConfig(
             lease_s=lease_s, timeout_s=5.0, verify_checksum=True, max_message_bytes=64
         )
@@ -84,7 +90,7 @@ class Pair:
             config=transfer,
             host="loopback",
             transports=transports,
-            peers=lambda address: Peer(self.sender),
+            peers=lambda address: Peer(self.sender, self.gate),
             clock=time.monotonic,
         )
         self.prefill = PrefillWorker(
@@ -145,6 +151,9 @@ class Pair:
     def run_to_the_end(self):
         self.run(lambda: len(self.ended) == len(self.requests))
         self.run(self.nothing_is_held)
+
+    def receiver_is_waiting(self):
+        return self.decode.report().num_waiting == 1 and self.decode_pool.check().owned > 0
 
     def nothing_is_held(self):
         pools = (self.prefill_pool.check(), self.decode_pool.check())
@@ -302,6 +311,26 @@ def test_a_lease_is_kept_alive_while_decode_has_no_room(make_pair, make_request,
         pair.run_to_the_end()
         assert tuple(pair.tokens["waits"]) == expected_tokens(tuple(range(20, 30)), 4)
         assert tuple(pair.tokens["long"]) == expected_tokens(tuple(range(10)), 80)
+
+
+def test_blocks_under_transfer_are_given_to_nobody_until_it_has_ended(
+    make_pair, make_request, expected_tokens
+):
+    """T1, F1: aborted while bytes are on their way; the next request must not get its blocks."""
+    with make_pair(decode_blocks=8) as pair:
+        pair.gate.clear()
+        pair.submit(make_request(range(24), request_id="gone", max_tokens=4))
+        pair.run(pair.receiver_is_waiting)
+        time.sleep(0.1)  # until the transfer thread is at the gate
+        pair.abort("gone")
+        assert pair.decode_pool.check().quarantined == 6
+        pair.submit(make_request(range(30, 46), request_id="next", max_tokens=4))
+        for _ in range(50):
+            pair.step()
+        assert pair.decode_pool.check().owned == 0, "4 blocks are needed and 2 are left"
+        pair.gate.set()
+        pair.run_to_the_end()
+        assert tuple(pair.tokens["next"]) == expected_tokens(tuple(range(30, 46)), 4)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

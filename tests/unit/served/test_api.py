@@ -1,6 +1,7 @@
 """The HTTP API from outside: shapes, streams, limits and errors, against a live server."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -362,6 +363,7 @@ async def test_overload_is_refused_before_the_body_is_read(make_world, scripts):
     assert b" 429 " in head
     assert b"retry-after: 1" in head
     writer.close()
+    await writer.wait_closed()
     reply = await world.complete()
     assert_error(reply, 429, "overloaded")
     assert "x-should-retry" not in reply.headers
@@ -497,7 +499,7 @@ async def test_one_log_line_per_request_without_its_text(world, caplog):
 # ---- clients that misbehave
 
 
-async def test_a_client_that_stops_reading_is_cut_off(world, scripts, monkeypatch):
+async def test_a_client_that_stops_reading_is_cut_off(world, scripts, monkeypatch, caplog):
     monkeypatch.setattr("router.http_exchange.SEND_TIMEOUT_S", 0.3)
 
     async def flood(call):
@@ -516,8 +518,11 @@ async def test_a_client_that_stops_reading_is_cut_off(world, scripts, monkeypatc
     await world.until(lambda: world["decode-0"].requests)
     await world.until(lambda: not world["decode-0"].tasks, within_s=15)
     await world.until_nothing_is_held()
-    writer.close()
+    writer.transport.abort()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
     assert (await world.http.get("/health")).status_code == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_a_client_that_goes_away_while_it_sends_its_body(world):
@@ -526,6 +531,7 @@ async def test_a_client_that_goes_away_while_it_sends_its_body(world):
     await writer.drain()
     await asyncio.sleep(0.05)
     writer.close()
+    await writer.wait_closed()
     await world.until_nothing_is_held()
 
 
