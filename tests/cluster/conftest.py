@@ -43,6 +43,9 @@ class PoolState:
     leased: int
     quarantined: int
     num_threads: int
+    num_waiting: int
+    num_pulling: int
+    num_running: int
 
     @property
     def num_held(self) -> int:
@@ -63,12 +66,27 @@ async def _serve_worker(config: WorkerConfig, pipe) -> None:
         question = await asyncio.to_thread(_receive, pipe)
         if question == "stop":
             break
-        answer = asyncio.get_running_loop().create_future()
-        server._server.loop.post(
-            lambda a=answer: a.get_loop().call_soon_threadsafe(a.set_result, server.pool.check())
-        )
-        pipe.send(PoolState(*await answer, num_threads=threading.active_count()))
+        pipe.send(await _on_step_thread(server, lambda: _pool_state(server)))
     await server.stop()
+
+
+async def _on_step_thread(server, look):
+    loop = asyncio.get_running_loop()
+    answer = loop.create_future()
+    server._server.loop.post(lambda: loop.call_soon_threadsafe(answer.set_result, look()))
+    return await answer
+
+
+def _pool_state(server) -> PoolState:
+    worker = server.worker
+    decoding = isinstance(server, DecodeServer)
+    return PoolState(
+        *server.pool.check(),
+        num_threads=threading.active_count(),
+        num_waiting=len(worker._admission.waiting if decoding else worker._scheduler.waiting),
+        num_pulling=len(worker._pulling) if decoding else 0,
+        num_running=len(worker._scheduler.running),
+    )
 
 
 def _receive(pipe) -> str:
@@ -152,6 +170,12 @@ class Cluster:
 
     async def pools(self) -> list[PoolState]:
         return [await asyncio.to_thread(worker.pool) for worker in self.workers]
+
+    async def until(self, condition, within_s: float = 10.0) -> None:
+        """Wait until `condition(states of all workers)` holds."""
+        async with asyncio.timeout(within_s):
+            while not condition(await self.pools()):
+                await asyncio.sleep(0.002)
 
     async def until_nothing_is_held(self, within_s: float) -> None:
         """All blocks of all workers free or cached, or fail."""

@@ -88,30 +88,59 @@ async def test_a_pool_too_small_for_all_only_makes_them_wait(
         await cluster.until_nothing_is_held(within_s=1)
 
 
-LONG = 1500
+PHASES = {
+    "queued": lambda prefill, decode: prefill.num_waiting == 1,
+    "prefill": lambda prefill, decode: prefill.num_running == 1 and prefill.owned > 0,
+    "handed over": lambda prefill, decode: prefill.leased > 0,
+    "decode": lambda prefill, decode: decode.num_running == 1,
+}
 
 
-async def test_client_killed_in_each_phase_frees_everything_within_a_second(cluster_of, tiny_model):
-    """Queued, in prefill, between prefill and transfer, in decode; streamed and not."""
-    async with cluster_of(tiny_model, num_blocks=512, max_num_batched_tokens=64) as cluster:
+@pytest.mark.parametrize("streamed", [True, False], ids=["stream", "whole"])
+async def test_client_killed_in_each_phase_frees_everything_within_a_second(
+    cluster_of, tiny_model, streamed
+):
+    """The phase is seen from inside the workers, then the connection is cut."""
+    async with cluster_of(tiny_model, num_blocks=512, max_num_batched_tokens=16) as cluster:
         rng = random.Random(5)
+        ask = stream_tokens if streamed else type(cluster).complete
 
-        def prompt():
-            return [rng.randrange(256) for _ in range(LONG)]
+        def begin():
+            prompt = [rng.randrange(256) for _ in range(1500)]
+            return asyncio.create_task(ask(cluster, prompt, 400))
 
-        for delay in (0.0, 0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3):
-            tasks = [
-                asyncio.create_task(stream_tokens(cluster, prompt(), 400)) for _ in range(2)
-            ] + [asyncio.create_task(cluster.complete(prompt(), 400))]
-            await asyncio.sleep(delay)
+        async def cut(*tasks):
             for task in tasks:
+                assert not task.done(), task
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await cluster.until_nothing_is_held(within_s=1)
-        for stop_after in (1, 2, 10):  # right at the hand-over, then while decoding
-            await stream_tokens(cluster, prompt(), 400, stop_after=stop_after)
-            await cluster.until_nothing_is_held(within_s=1)
-        assert len(await stream_tokens(cluster, prompt(), 3)) == 3, "and it still serves"
+
+        for phase, reached in PHASES.items():
+            ahead = [begin()] if phase == "queued" else []
+            task = begin()
+            await cluster.until(lambda states, reached=reached: reached(*states))
+            await cut(task, *ahead)
+        assert len(await stream_tokens(cluster, [1, 2, 3], 3)) == 3, "and it still serves"
+
+
+async def test_client_killed_while_the_decode_worker_is_frozen(cluster_of, tiny_model):
+    """The KV waits at the prefill worker, nobody pulls; both sides are clean right after."""
+    async with cluster_of(tiny_model, num_blocks=512) as cluster:
+        assert len(await stream_tokens(cluster, [1, 2, 3], 3)) == 3
+        cluster.decode[0].freeze()
+        task = asyncio.create_task(stream_tokens(cluster, range(200), 50))
+        async with asyncio.timeout(5):
+            while not (await asyncio.to_thread(cluster.prefill[0].pool)).leased:
+                await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        async with asyncio.timeout(1):
+            while (await asyncio.to_thread(cluster.prefill[0].pool)).num_held:
+                await asyncio.sleep(0.01)
+        cluster.decode[0].thaw()
+        await cluster.until_nothing_is_held(within_s=1)
+        assert len(await stream_tokens(cluster, range(200), 5)) == 5
 
 
 async def test_abort_storm_leaves_threads_and_blocks_as_they_were(cluster_of, tiny_model):
