@@ -21,7 +21,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from core.config import RouterConfig
-from core.errors import ModelNotFoundError, TwostrokeError, WorkerUnavailableError
+from core.errors import (
+    InternalError,
+    ModelNotFoundError,
+    TwostrokeError,
+    WorkerUnavailableError,
+)
 from core.lifetime import Lifetime
 from core.worker import WorkerRole
 from router.admission import Admission
@@ -32,6 +37,9 @@ from router.http_exchange import (
     REQUEST_ID,
     BodyTooLargeError,
     Envelope,
+    SlowClientError,
+    client_label,
+    drop_connection,
     read_body,
     send_body,
     send_start,
@@ -206,7 +214,7 @@ class Exchange(Response):
             body = await read_body(scope, receive, self._gateway.config.max_body_bytes)
             prepared = await self._prepare(body, request_id)
             ticket.add(len(prepared.choices) - 1)
-            answer = Answer(self._gateway, prepared, arrived)
+            answer = Answer(self._gateway, prepared, arrived, label=client_label(scope))
             writer = self._endpoint.writer(
                 ReplyHead(
                     request_id=request_id,
@@ -217,7 +225,10 @@ class Exchange(Response):
                 )
             )
             respond = self._stream if prepared.stream else self._whole
-            await unless_gone(receive, respond(answer, writer, request_id, send))
+            try:
+                await unless_gone(receive, respond(answer, writer, request_id, send))
+            except SlowClientError:
+                await drop_connection(scope)
 
     async def _prepare(self, body: bytes, request_id: str) -> Prepared:
         gateway = self._gateway
@@ -263,17 +274,22 @@ class Exchange(Response):
             async for chunk in chunks:
                 if data := writer.events(chunk):
                     await send_body(send, data, more=True)
-        except TwostrokeError as error:
-            logger.warning("request %s broke off: %s: %s", request_id, error.code, error)
-            self._gateway.metrics.refused.labels(error.code).inc()
-            return event(describe(error, request_id))
+        except SlowClientError:
+            raise
+        except Exception as error:  # the status line is out: an event is all that can be said
+            known = error if isinstance(error, TwostrokeError) else InternalError("a bug")
+            logger.warning("request %s broke off", request_id, exc_info=error)
+            self._gateway.metrics.refused.labels(known.code).inc()
+            return event(describe(known, request_id))
         return DONE
 
 
 class Answer:
     """All choices of one request, and what they cost."""
 
-    def __init__(self, gateway: Gateway, prepared: Prepared, arrived: float) -> None:
+    def __init__(
+        self, gateway: Gateway, prepared: Prepared, arrived: float, *, label: str | None
+    ) -> None:
         self._gateway = gateway
         self.prepared = prepared
         now = time.monotonic()
@@ -283,6 +299,7 @@ class Answer:
                 arrived=arrived,
                 tokenized=now,
                 num_prompt_tokens=len(choice.request.prompt_token_ids),
+                notes=[f"the client calls it {label}"] if label else [],
             )
             for choice in prepared.choices
         ]

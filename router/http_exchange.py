@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Coroutine
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from core.errors import AbortedError, DeadlineExceededError, InternalError, InvalidRequestError
 from router.http_errors import error_body, error_headers, internal_message
@@ -25,7 +27,10 @@ SEND_TIMEOUT_S = 30.0
 """A client that takes nothing for this long is gone. What waits for it meanwhile is bounded by the
 tokens of that time."""
 REQUEST_ID = "twostroke.request_id"
-"""Key in the ASGI scope."""
+"""Key in the ASGI scope: our id of the request."""
+_LABEL = re.compile(rb"[A-Za-z0-9._:/-]{1,64}")
+ABORT = "twostroke.abort"
+"""ASGI extension: `call` drops the connection with all that waits in it."""
 
 
 class BodyTooLargeError(InvalidRequestError):
@@ -33,7 +38,20 @@ class BodyTooLargeError(InvalidRequestError):
 
 
 class SlowClientError(AbortedError):
-    code = "aborted"
+    """Its connection must be dropped: nothing more can be said over it."""
+
+
+class AbortableProtocol(HttpToolsProtocol):
+    """Lets the application drop a connection. Closing it would wait for a reader that is gone."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
+
+
+async def drop_connection(scope: Scope) -> None:
+    scope["extensions"][ABORT]["call"]()
+    await asyncio.sleep(0)  # until the server has seen it, or it complains of an unfinished reply
 
 
 class Envelope:
@@ -67,6 +85,13 @@ class Envelope:
                 message = internal_message(request_id)
                 body = error_body(message, "server_error", code=InternalError.code)
                 await send_whole(send_with_id, 500, body, error_headers(retry=False))
+
+
+def client_label(scope: Scope) -> str | None:
+    """The client's own X-Request-Id, for people who compare logs; decides nothing. None unless it
+    is short and plain."""
+    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode() if _LABEL.fullmatch(given) else None
 
 
 async def send_start(send: Send, status: int, headers: dict[str, str]) -> None:

@@ -56,8 +56,10 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+_dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+_REASONS: dict[str | None, str] = {r.value: f'"{r.value}"' for r in FinishReason} | {None: "null"}
 
 
 class _EventMaker:
@@ -79,7 +81,7 @@ class _EventMaker:
         ids = f',"token_ids":{_dump(list(token_ids))}' if self._head.return_token_ids else ""
         return (
             f'{self._before}{{"index":{index},{content},"logprobs":null,'
-            f'"finish_reason":{_dump(reason)}{ids}}}{self._after}'
+            f'"finish_reason":{_REASONS[reason]}{ids}}}{self._after}'
         )
 
     def usage(self, usage: Usage) -> bytes:

@@ -18,6 +18,7 @@ from core.worker import WorkerInfo, WorkerReport
 from router.admission import Admission
 from router.api import Gateway, build_app
 from router.generate import Fleet
+from router.http_exchange import AbortableProtocol
 from router.metrics import RouterMetrics
 from router.prefix_index import MemoryPrefixIndex, PrefixIndex
 from router.registry import WorkerEndpoint, WorkerRegistry
@@ -59,6 +60,7 @@ class RouterServer:
         self._server = _Server(
             uvicorn.Config(
                 build_app(gateway),
+                http=AbortableProtocol,
                 log_config=None,
                 access_log=False,
                 lifespan="off",

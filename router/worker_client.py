@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self, cast
 
@@ -46,7 +46,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),  # a worker whose host or whole process is frozen
+    # Finds a worker whose host or whole process is frozen. Not below protocol.worker_server's
+    # MIN_PING_INTERVAL_MS, or the worker ends the session.
+    ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a new session starts with no one else's backoff
@@ -219,14 +221,18 @@ class WorkerClient:
         async with grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
             # The stub is one class at run time; only its type knows that this channel is async.
             stub = cast("worker_pb2_grpc.WorkerAsyncStub", worker_pb2_grpc.WorkerStub(channel))
-            call = stub.Session(_drain(outbox))
-            watch = asyncio.create_task(self._watch())
+            call = stub.Session()  # type: ignore[call-arg]  # its requests are written later
+            helpers = (
+                asyncio.create_task(_write(call, outbox)),
+                asyncio.create_task(self._watch()),
+            )
             try:
                 async for message in call:
                     self._take(message)
             finally:
-                watch.cancel()
-                call.cancel()
+                for helper in helpers:
+                    helper.cancel()
+                await asyncio.gather(*helpers, return_exceptions=True)
 
     def _take(self, message: pb.WorkerMessage) -> None:
         self._last_message = asyncio.get_running_loop().time()
@@ -281,6 +287,10 @@ class WorkerClient:
             self.suspect = suspect
 
 
-async def _drain(outbox: asyncio.Queue[pb.RouterMessage]) -> AsyncIterator[pb.RouterMessage]:
-    while True:  # cancelled with the call
-        yield await outbox.get()
+async def _write(
+    call: grpc.aio.StreamStreamCall[pb.RouterMessage, pb.WorkerMessage],
+    outbox: asyncio.Queue[pb.RouterMessage],
+) -> None:
+    """A broken stream ends this too; whoever reads it sees the error."""
+    while True:
+        await call.write(await outbox.get())

@@ -408,6 +408,18 @@ async def test_exceptions_nobody_foresaw_become_a_500_with_an_id(world, monkeypa
     await world.until_nothing_is_held()
 
 
+async def test_a_bug_in_mid_stream_is_an_error_event(world, scripts, monkeypatch, caplog):
+    def explode(self, output):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("router.generate.Stamps.decoded", explode)
+    events = await world.stream(model="m", prompt="x", max_tokens=5, ignore_eos=True)
+    assert events[-1]["error"]["code"] == "internal_error"
+    assert "secret" not in json.dumps(events)
+    assert "secret detail" in caplog.text
+    await world.until_nothing_is_held()
+
+
 async def test_internal_errors_of_workers_stay_inside(world, scripts, caplog):
     world["prefill-0"].script = scripts.fail(InternalError("secret path /srv/x"))
     reply = await world.complete()
@@ -421,6 +433,16 @@ async def test_request_ids_are_ours(world):
     ids = {reply.headers["x-request-id"] for reply in replies}
     assert len(ids) == 2
     assert "mine" not in ids
+
+
+@pytest.mark.parametrize(
+    ("given", "logged"), [("trace-1.2:3", True), ("x" * 65, False), ('a b="c"', False)]
+)
+async def test_the_clients_id_is_a_label_in_the_log(world, caplog, given, logged):
+    with caplog.at_level(logging.INFO, logger="router.requests"):
+        body = {"model": "m", "prompt": "x", "max_tokens": 1}
+        await world.http.post("/v1/completions", json=body, headers={"x-request-id": given})
+    assert (given in caplog.text) == logged
 
 
 async def test_debug_is_off_unless_enabled(make_world):

@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+import threading
 
 import pytest
 
 from core.errors import InternalError, WorkerLostError, WorkerUnavailableError
 from core.request import FinishReason
+from core.worker import WorkerReport
 from protocol import worker_pb2 as pb
+from protocol.worker_server import MIN_PING_INTERVAL_MS, StepResult, WorkerServer
 from router import worker_client
 from router.worker_client import WorkerClient
 
@@ -178,3 +181,65 @@ async def test_close_ends_streams(pair, make_request, scripts):
         await client.close()
         with pytest.raises(WorkerUnavailableError):
             await anext(outputs)
+
+
+async def test_lost_sessions_leave_no_task(pair):
+    world, worker, client = pair
+    counts = []
+    for number in range(4):
+        await worker.die()
+        await world.until(lambda: client.info is None)
+        worker = await world.add(
+            "prefill-0", "prefill", incarnation=f"again-{number}", port=worker.port
+        )
+        await world.until(
+            lambda w=worker: (
+                (client.info and client.info.worker_id) == w.worker_id
+                and all(s.info for s in world.router.registry.statuses())
+            )
+        )
+        await asyncio.sleep(0.1)
+        counts.append(len(asyncio.all_tasks()))
+    assert counts[-1] <= counts[0], counts
+
+
+@pytest.mark.slow
+async def test_a_long_step_of_the_worker_does_not_end_the_session(world, listener, monkeypatch):
+    """Keepalive pings during a silence make gRPC servers hang up ("too many pings") unless told
+    otherwise: four pings fall into this step."""
+    options = dict(worker_client._CHANNEL_OPTIONS)
+    options["grpc.keepalive_time_ms"] = MIN_PING_INTERVAL_MS + 100
+    monkeypatch.setattr(worker_client, "_CHANNEL_OPTIONS", tuple(options.items()))
+    step_ends = threading.Event()
+
+    class Busy:
+        def step(self):
+            step_ends.wait(60)
+            return StepResult([], worked=False)
+
+        def report(self):
+            return WorkerReport(
+                sequence_number=1,
+                num_waiting=0,
+                num_running=0,
+                num_queued_tokens=0,
+                num_free_blocks=0,
+                num_leased_blocks=0,
+                num_cached_blocks=0,
+                num_blocks=0,
+            )
+
+        snapshot = report
+
+    server = WorkerServer()
+    port = server.bind("127.0.0.1", 0)
+    await server.start(Busy(), world["prefill-0"].worker_info())
+    client = WorkerClient(f"127.0.0.1:{port}", listener, router_id="test")
+    client.start()
+    await asyncio.sleep(4 * MIN_PING_INTERVAL_MS / 1000 + 3)
+    assert client.num_sessions == 1
+    assert client.info is not None
+    assert listener.lost == []
+    step_ends.set()
+    await client.close()
+    await server.stop()
