@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from decode_workers.worker import DecodeWorker
 from engine.block_pool import BlockPool
 from engine.executor import LocalExecutor
 from engine.model_runner import ModelRunner
+from engine.reporter import describe
 from kv_transfer.distributed import DistributedTransports
 from kv_transfer.receiver import KVReceiver
 from protocol.worker_server import WorkerServer
@@ -35,11 +35,7 @@ class DecodeServer:
         self._server = WorkerServer()
         port = self._server.bind(config.host, config.port)
         self.executor = LocalExecutor(await asyncio.to_thread(self._load))
-        self.pool = BlockPool(
-            self.executor.num_blocks,
-            config.engine.cache.block_size,
-            enable_caching=config.engine.cache.enable_prefix_caching,
-        )
+        self.pool = BlockPool.for_cache(self.executor.num_blocks, config.engine.cache)
         self.receiver = KVReceiver(
             self.executor.kv_cache.tensor,
             layout=self.executor.layout,
@@ -53,19 +49,12 @@ class DecodeServer:
         self.worker = DecodeWorker(
             config.engine, self.executor, self.pool, self.receiver, time.monotonic
         )
-        self.info = WorkerInfo(
+        self.info = describe(
+            config,
+            self.executor,
             worker_id=WorkerId(name=config.name, incarnation=secrets.token_hex(8)),
-            role=config.role,
             address=f"{config.advertise_host or config.host}:{port}",
-            model=config.served_model_name,
-            layout=self.executor.layout,
-            num_blocks=self.pool.num_blocks,
             max_model_len=self.worker.max_model_len,
-            max_num_seqs=config.engine.scheduler.max_num_seqs,
-            vocab_size=self.executor.model_config.vocab_size,
-            num_threads=config.engine.num_threads,
-            device=config.engine.device,
-            pid=os.getpid(),
         )
         await self._server.start(self.worker, self.info)
         return self.info

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from core.config import CacheConfig
 from core.kv import BlockRef
 from core.prefix import BlockHash
 
@@ -65,6 +66,11 @@ class BlockPool:
         self._by_hash: dict[BlockHash, int] = {}
         self._stored: dict[BlockHash, None] = {}  # ordered sets
         self._evicted: dict[BlockHash, None] = {}
+
+    @classmethod
+    def for_cache(cls, num_blocks: int, config: CacheConfig) -> BlockPool:
+        """The pool of a cache whose size is known by now."""
+        return cls(num_blocks, config.block_size, enable_caching=config.enable_prefix_caching)
 
     @property
     def num_available(self) -> int:

@@ -34,11 +34,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._executor = executor
-        self.pool = BlockPool(
-            executor.num_blocks,
-            config.cache.block_size,
-            enable_caching=config.cache.enable_prefix_caching,
-        )
+        self.pool = BlockPool.for_cache(executor.num_blocks, config.cache)
         # A sequence alone can always reach this length, so preemption never starves it.
         self.max_model_len = min(
             executor.max_model_len, executor.num_blocks * config.cache.block_size

@@ -1,16 +1,45 @@
-"""Turns a pool and a few counts into WorkerReports with gap-free sequence numbers."""
+"""What a worker says of itself: once who it is, then again and again how it is doing."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import psutil
 
-from core.worker import WorkerReport
+from core.config import WorkerConfig
+from core.worker import WorkerId, WorkerInfo, WorkerReport
 from engine.block_pool import BlockPool
+from engine.executor import Executor
+
+
+def describe(
+    config: WorkerConfig,
+    executor: Executor,
+    *,
+    worker_id: WorkerId,
+    address: str,
+    max_model_len: int,
+) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id=worker_id,
+        role=config.role,
+        address=address,
+        model=config.served_model_name,
+        layout=executor.layout,
+        num_blocks=executor.num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=config.engine.scheduler.max_num_seqs,
+        vocab_size=executor.model_config.vocab_size,
+        num_threads=config.engine.num_threads,
+        device=config.engine.device,
+        pid=os.getpid(),
+    )
 
 
 class Reporter:
+    """Turns a pool and a few counts into WorkerReports with gap-free sequence numbers."""
+
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._process = psutil.Process()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from core.worker import WorkerId, WorkerInfo
 from engine.block_pool import BlockPool
 from engine.executor import LocalExecutor
 from engine.model_runner import ModelRunner
+from engine.reporter import describe
 from kv_transfer.distributed import DistributedTransports
 from kv_transfer.sender import KVSender
 from prefill_workers.service import KVPeerServicer
@@ -37,11 +37,7 @@ class PrefillServer:
         port = self._server.bind(config.host, config.port)
         address = f"{config.advertise_host or config.host}:{port}"
         self.executor = LocalExecutor(await asyncio.to_thread(self._load))
-        self.pool = BlockPool(
-            self.executor.num_blocks,
-            config.engine.cache.block_size,
-            enable_caching=config.engine.cache.enable_prefix_caching,
-        )
+        self.pool = BlockPool.for_cache(self.executor.num_blocks, config.engine.cache)
         worker_id = WorkerId(name=config.name, incarnation=secrets.token_hex(8))
         self.sender = KVSender(
             self.executor.kv_cache.tensor,
@@ -59,19 +55,12 @@ class PrefillServer:
         )
         self._peers = KVPeerServicer(self.sender)
         add_KVPeerServicer_to_server(self._peers, self._server.server)
-        self.info = WorkerInfo(
+        self.info = describe(
+            config,
+            self.executor,
             worker_id=worker_id,
-            role=config.role,
             address=address,
-            model=config.served_model_name,
-            layout=self.executor.layout,
-            num_blocks=self.pool.num_blocks,
             max_model_len=self.worker.max_model_len,
-            max_num_seqs=config.engine.scheduler.max_num_seqs,
-            vocab_size=self.executor.model_config.vocab_size,
-            num_threads=config.engine.num_threads,
-            device=config.engine.device,
-            pid=os.getpid(),
         )
         await self._server.start(self.worker, self.info)
         return self.info
