@@ -139,12 +139,14 @@ def cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def measure(url: str, process: psutil.Process, arguments: argparse.Namespace, streams: int) -> dict:
+def measure(
+    url: str, process: psutil.Process, arguments: argparse.Namespace, streams: int, seed: int
+) -> dict:
     asks = workload(
         num_requests=max(4, 2 * streams),
         prompt_tokens=(arguments.prompt_tokens, arguments.prompt_tokens),
         output_tokens=(arguments.output_tokens, arguments.output_tokens),
-        seed=streams,
+        seed=seed,  # a prompt seen before would come from the prefix cache
     )
     before = cpu_seconds(process)
     outcomes, seconds = asyncio.run(closed_loop(url, arguments.served, asks, streams))
@@ -183,9 +185,12 @@ def main() -> None:
     }
     with running_cluster(arguments) as (url, child):
         process = psutil.Process(child.pid)
-        measure(url, process, arguments, 1)  # warm-up, not counted
+        measure(url, process, arguments, 8, seed=0)  # warm-up, not counted
         for streams in arguments.streams:
-            runs = [measure(url, process, arguments, streams) for _ in range(arguments.runs)]
+            runs = [
+                measure(url, process, arguments, streams, seed=100 * streams + run)
+                for run in range(1, arguments.runs + 1)
+            ]
             result["runs"][str(streams)] = runs
             for run in runs:
                 print(json.dumps({"streams": streams, **run}), flush=True)

@@ -98,6 +98,8 @@ class ChannelOffer:
     layout: KVLayout
     incarnation: str
     """Owner the receiver believes it talks to; a restarted owner refuses."""
+    max_message_bytes: int
+    """The receiver cuts transfers into messages of this size; the sender must do the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

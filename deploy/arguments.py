@@ -150,8 +150,13 @@ def _add_chat(commands: Commands[Parser]) -> None:
     chat.add_argument("question", nargs="?", help="ask only this, then leave")
     chat.add_argument("--url", help="of the router (default: the cluster that runs here)")
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
-    chat.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
-    chat.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest")
+    chat.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="longest answer (default 512)"
+    )
+    chat.add_argument(
+        "--temperature", type=float, default=0.7, metavar="T",
+        help="0 always takes the likeliest token (default 0.7)",
+    )  # fmt: skip
     chat.add_argument(
         "-v", "--verbose", action="store_true", help="show a timeline after each answer"
     )

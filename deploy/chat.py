@@ -19,14 +19,13 @@ GREETING = "Type a question. Ctrl-C stops an answer, /new forgets the conversati
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
     system: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
+    max_tokens: int = 512
+    temperature: float = 0.7
     verbose: bool = False
     """After each answer, show where its time went."""
 
     def request_fields(self) -> dict[str, object]:
-        given = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        return {name: value for name, value in given.items() if value is not None}
+        return {"max_tokens": self.max_tokens, "temperature": self.temperature}
 
     def opening(self) -> list[Message]:
         return [Message(role="system", content=self.system)] if self.system else []

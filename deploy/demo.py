@@ -18,10 +18,7 @@ from deploy.console import ClusterView
 from deploy.signals import run_until_stopped
 from deploy.up import Backend, describe, make_cluster, prepare
 
-QUESTION = (
-    "A two-stroke engine draws its mixture in with one stroke and burns it with the next. "
-    "In three short sentences: what does an engine need to run well?"
-)
+QUESTION = "What is the capital of France, and what is it known for? Answer in two sentences."
 OPTIONS = ChatOptions(max_tokens=96, temperature=0.0, verbose=True)
 
 

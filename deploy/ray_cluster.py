@@ -1,7 +1,8 @@
 """A cluster on a Ray instance of its own on this machine: starts it, uses it, leaves nothing.
 
 Owns the Ray session (daemons, their folder, the access token) and speaks to the controller actor.
-Ray is reachable from this machine only, with a token nobody else has.
+Ray listens on the machine's own address whatever it is told, so what keeps others out is a random
+token that only this process and its daemons have.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Sequence
 
 from deploy.api_client import ApiClient, Json
 from deploy.timeline import size
@@ -29,13 +27,19 @@ def show_status(client: ApiClient, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(tree, indent=2))
         return 0
-    table = Table(*COLUMNS, box=None, header_style="bold", pad_edge=False)
-    for worker in tree["workers"]:
-        table.add_row(*row(worker))
-    console = Console(highlight=False)
-    console.print(f"{tree['model']} at {client.url}", markup=False)
-    console.print(table)
+    print(f"{tree['model']} at {client.url}, {tree['requests_in_flight']} requests in flight")
+    workers = sorted(tree["workers"], key=lambda w: (w["role"] != "prefill", str(w["name"])))
+    print(aligned([COLUMNS, *(row(worker) for worker in workers)]))
     return 0
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; never wrapped, so that lines can be grepped."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in rows
+    )
 
 
 def row(worker: Json) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def _decode_spans(life: Lifetime) -> list[Span]:
             name="decode",
             start_s=arrived + times.transfer_s,
             duration_s=times.decode_s,
-            note=f"{_who(life.decode_worker)}: {life.num_output_tokens} tokens"
+            note=f"{_who(life.decode_worker)}: {life.num_output_tokens - 1} tokens"
             f" in {times.num_steps} steps",
         ),
     ]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +31,8 @@ from kv_transfer.transport import Meeting, Transport
 logger = logging.getLogger(__name__)
 
 SENDER, RECEIVER = 0, 1
-_TAG = 0
+_TAG, _ABORT_TAG = 0, 1
+_AT_ONCE = timedelta(milliseconds=1)
 
 
 class _Recv:
@@ -42,13 +45,13 @@ class _Recv:
 
 
 class DistributedTransport:
-    """One end of a two-rank group. gloo closes the pair when a wait times out, and nccl's
-    communicator is aborted: either way the channel cannot be used again."""
+    """One end of a two-rank group. After a failure or `close` it cannot be used again."""
 
     def __init__(self, group: Any, store: Store, peer: int) -> None:
-        self._group = group
-        self._store = store
+        self._group: Any = group
+        self._store: Store | None = store
         self._peer = peer
+        self._closing = threading.Lock()
 
     def send(self, tensor: Tensor, timeout_s: float) -> None:
         _wait(self._start("send", tensor), tensor, timeout_s)
@@ -63,14 +66,26 @@ class DistributedTransport:
         try:
             return getattr(group, operation)([tensor], self._peer, _TAG)
         except RuntimeError as error:
-            raise _failed(error) from error
+            raise _failed(error) from None
 
     def close(self) -> None:
-        """Dropping the group closes its sockets; only nccl needs to be told first."""
-        group, self._group = self._group, None
-        if group is not None and torch.cuda.is_available() and group.name() == "nccl":
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+        """Ends what is pending, in whichever thread waits for it; the group goes when the last of
+        those has let go of it."""
+        with self._closing:
+            group, self._group, self._store = self._group, None, None
+            if group is not None:
+                _abort(group, self._peer)
+
+
+def _abort(group: Any, peer: int) -> None:
+    """gloo's own abort and shutdown leave pending operations waiting. But when any wait times out,
+    gloo closes the group's socket pairs and fails every operation on them: so we let one time out.
+    """
+    with contextlib.suppress(RuntimeError):
+        if group.name() == "nccl":
+            group.abort()
+        else:
+            group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_AT_ONCE)
 
 
 def _wait(work: Any, tensor: Tensor, timeout_s: float) -> None:
@@ -81,7 +96,7 @@ def _wait(work: Any, tensor: Tensor, timeout_s: float) -> None:
         if tensor.is_cuda:  # nccl's wait only orders the stream
             torch.cuda.current_stream(tensor.device).synchronize()
     except RuntimeError as error:
-        raise _failed(error) from error
+        raise _failed(error) from None
 
 
 def _failed(error: RuntimeError) -> TransferError:
@@ -113,7 +128,7 @@ class _Listener:
         except OSError as error:
             raise TransferError(f"cannot listen on {host} for KV transfer") from error
         port: int = listening.getsockname()[1]
-        self._store = TCPStore(
+        self._store: Store | None = TCPStore(
             host,
             port,
             is_master=True,
@@ -123,15 +138,17 @@ class _Listener:
         self.meeting = Meeting(host=host, port=port)
 
     def accept(self, timeout_s: float) -> Transport:
+        store = self._store
+        assert store is not None, "accept after close"
         try:
-            self._store.set_timeout(timedelta(seconds=max(timeout_s, 0.001)))
-            group = _new_group(self._backend, self._store, RECEIVER, self._host, timeout_s)
+            store.set_timeout(timedelta(seconds=max(timeout_s, 0.001)))
+            group = _new_group(self._backend, store, RECEIVER, self._host, timeout_s)
         except RuntimeError as error:
-            raise _failed(error) from error
-        return DistributedTransport(group, self._store, SENDER)
+            raise _failed(error) from None
+        return DistributedTransport(group, store, SENDER)
 
     def close(self) -> None:
-        """The store ends with its last reference."""
+        self._store = None  # a store ends with its last reference
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -148,6 +165,7 @@ class DistributedTransports:
         return _Listener(self.backend, host)
 
     def join(self, offer: ChannelOffer, host: str, timeout_s: float) -> Transport:
+        deadline = time.monotonic() + timeout_s
         try:
             store = TCPStore(
                 offer.store_host,
@@ -156,7 +174,8 @@ class DistributedTransports:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=timeout_s),
             )
-            group = _new_group(self.backend, store, SENDER, host, timeout_s)
+            left = deadline - time.monotonic()
+            group = _new_group(self.backend, store, SENDER, host, left)
         except RuntimeError as error:
-            raise _failed(error) from error
+            raise _failed(error) from None
         return DistributedTransport(group, store, RECEIVER)

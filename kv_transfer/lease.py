@@ -42,7 +42,6 @@ class LeaseTable:
         self._incarnation = incarnation
         self._lease_s = lease_s
         self._leases: dict[str, Lease] = {}
-        self._by_request: dict[tuple[str, int], str] = {}
         self._ended: list[EndedLease] = []
         self.refusals: Counter[str] = Counter()
 
@@ -52,7 +51,6 @@ class LeaseTable:
     def offer(self, handle: KVHandle, now: float) -> None:
         assert handle.handle_id not in self._leases, handle.handle_id
         self._leases[handle.handle_id] = Lease(handle, now + self._lease_s)
-        self._by_request[handle.request_id, handle.attempt] = handle.handle_id
 
     def renew(self, handle_ids: Iterable[str], now: float) -> tuple[str, ...]:
         """Push the end out; returns those that are not here (any more)."""
@@ -113,9 +111,10 @@ class LeaseTable:
             self._end(lease, reason)
 
     def release_request(self, request_id: str, attempt: int, reason: str) -> None:
-        handle_id = self._by_request.get((request_id, attempt))
-        if handle_id is not None:
-            self.release(handle_id, reason)
+        handles = [lease.handle for lease in self._leases.values()]
+        for handle in handles:
+            if (handle.request_id, handle.attempt) == (request_id, attempt):
+                self.release(handle.handle_id, reason)
 
     def expire(self, now: float) -> None:
         """End what nobody renewed. All leases are looked at: ends are not in order."""
@@ -126,7 +125,6 @@ class LeaseTable:
     def _end(self, lease: Lease, reason: str) -> None:
         handle = lease.handle
         del self._leases[handle.handle_id]
-        self._by_request.pop((handle.request_id, handle.attempt), None)
         block_ids = tuple(block.block_id for block in handle.blocks)
         self._ended.append(EndedLease(handle.handle_id, block_ids, reason))
 

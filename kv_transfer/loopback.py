@@ -4,8 +4,9 @@ fails. What passes here only because gloo is forgiving would fail, so tests find
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -20,14 +21,30 @@ POST_GRACE_S = 0.2
 class _Slot:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.filled = threading.Event()
+        self.filled = False
 
 
 class _Pipe:
+    """Both ends of one channel. Everything happens under `changed`: once `closed` is set, nothing
+    writes into a posted tensor."""
+
     def __init__(self) -> None:
-        self.posted: queue.Queue[_Slot] = queue.Queue()
-        self.joined = threading.Event()
-        self.closed = threading.Event()
+        self.changed = threading.Condition()
+        self.posted: deque[_Slot] = deque()
+        self.joined = False
+        self.closed = False
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def wait_for(self, is_so: Callable[[], object], timeout_s: float) -> bool:
+        """False, and closed, when it does not come true in time. Needs the lock."""
+        self.changed.wait_for(lambda: self.closed or is_so(), max(0.0, timeout_s))
+        if not is_so():
+            self.close()
+        return not self.closed
 
 
 class _Recv:
@@ -36,11 +53,9 @@ class _Recv:
         self._slot = slot
 
     def wait(self, timeout_s: float) -> None:
-        deadline = timeout_s
-        while not self._slot.filled.wait(min(0.01, max(deadline, 0.0))):
-            deadline -= 0.01
-            if self._pipe.closed.is_set() or deadline <= 0:
-                self._pipe.closed.set()
+        with self._pipe.changed:
+            self._pipe.wait_for(lambda: self._slot.filled, timeout_s)
+            if not self._slot.filled:
                 raise TransferError("the KV channel broke or timed out")
 
 
@@ -49,41 +64,46 @@ class LoopbackTransport:
         self._pipe = pipe
 
     def send(self, tensor: Tensor, timeout_s: float) -> None:
-        if self._pipe.closed.is_set():
-            raise TransferError("the KV channel is closed")
-        try:
-            slot = self._pipe.posted.get(timeout=min(timeout_s, POST_GRACE_S))
-        except queue.Empty:
-            self._pipe.closed.set()
-            raise TransferError("a send found no posted receive") from None
-        assert slot.tensor.shape == tensor.shape, "both ends must plan the same messages"
-        slot.tensor.copy_(tensor)
-        slot.filled.set()
+        pipe = self._pipe
+        with pipe.changed:
+            if not pipe.wait_for(lambda: pipe.posted, min(timeout_s, POST_GRACE_S)):
+                raise TransferError("the KV channel is closed, or no receive was posted")
+            slot = pipe.posted.popleft()
+            assert slot.tensor.shape == tensor.shape, "both ends must plan the same messages"
+            slot.tensor.copy_(tensor)
+            slot.filled = True
+            pipe.changed.notify_all()
 
     def post_recv(self, tensor: Tensor) -> _Recv:
-        if self._pipe.closed.is_set():
-            raise TransferError("the KV channel is closed")
-        slot = _Slot(tensor)
-        self._pipe.posted.put(slot)
-        return _Recv(self._pipe, slot)
+        pipe = self._pipe
+        with pipe.changed:
+            if pipe.closed:
+                raise TransferError("the KV channel is closed")
+            slot = _Slot(tensor)
+            pipe.posted.append(slot)
+            pipe.changed.notify_all()
+        return _Recv(pipe, slot)
 
     def close(self) -> None:
-        self._pipe.closed.set()
+        self._pipe.close()
 
 
 class _Listener:
     meeting = Meeting(host="loopback", port=0)
 
-    def __init__(self, pipe: _Pipe) -> None:
+    def __init__(self, pipe: _Pipe, stop: Callable[[], object]) -> None:
         self._pipe = pipe
+        self._stop = stop
 
     def accept(self, timeout_s: float) -> LoopbackTransport:
-        if not self._pipe.joined.wait(timeout_s):
-            raise TransferError("the KV channel broke or timed out")
-        return LoopbackTransport(self._pipe)
+        pipe = self._pipe
+        with pipe.changed:
+            if not pipe.wait_for(lambda: pipe.joined, timeout_s):
+                raise TransferError("the KV channel broke or timed out")
+        return LoopbackTransport(pipe)
 
     def close(self) -> None:
-        self._pipe.closed.set()
+        self._stop()
 
 
 class LoopbackTransports:
@@ -96,11 +116,13 @@ class LoopbackTransports:
 
     def listen(self, channel_id: str, host: str) -> _Listener:
         pipe = self._pipes[channel_id] = _Pipe()
-        return _Listener(pipe)
+        return _Listener(pipe, lambda: self._pipes.pop(channel_id, None))
 
     def join(self, offer: ChannelOffer, host: str, timeout_s: float) -> LoopbackTransport:
-        pipe = self._pipes.get(offer.channel_id)
-        if pipe is None or pipe.closed.is_set():
+        pipe = self._pipes.pop(offer.channel_id, None)
+        if pipe is None:
             raise TransferError("nobody offers this KV channel")
-        pipe.joined.set()
+        with pipe.changed:
+            pipe.joined = True
+            pipe.changed.notify_all()
         return LoopbackTransport(pipe)

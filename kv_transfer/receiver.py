@@ -3,6 +3,8 @@
 One peer object per (owner address, incarnation), with two threads: one moves bytes, one job after
 the other; one sends the small words (renew, release), so that a long transfer delays no lease.
 The step thread only hands in and collects; no call of it waits for the network.
+
+Locks are taken in this order: the receiver's, then a peer's.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from core.errors import AbortedError, TransferError, TwostrokeError
 from core.kv import ChannelOffer, KVHandle, KVLayout, PullRequest
 from kv_transfer.pack import StagingBuffer, digest, scatter_blocks
 from kv_transfer.plan import plan_messages
-from kv_transfer.transport import Transport, TransportFactory
+from kv_transfer.transport import Transport, TransportFactory, bare
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
 """A peer without jobs and leases for this long is dropped, with its threads and its channel."""
+SETUP_S = 10.0
+"""How long the owner may take to join a channel once it has said that it will."""
 REFUSAL_GRACE_S = 2.0
 """When the channel breaks, how long to wait for the owner's own word on why."""
 
@@ -74,6 +78,18 @@ class _Job:
     def key(self) -> tuple[str, int]:
         return self.handle.request_id, self.handle.attempt
 
+    def done(self, error: TwostrokeError | None, seconds: float) -> PullDone:
+        num_blocks = len(self.block_ids) if error is None else 0
+        return PullDone(
+            handle_id=self.handle.handle_id,
+            request_id=self.handle.request_id,
+            attempt=self.handle.attempt,
+            error=error,
+            num_blocks=num_blocks,
+            num_bytes=num_blocks * self.handle.layout.bytes_per_block,
+            seconds=seconds,
+        )
+
 
 class KVReceiver:
     def __init__(
@@ -101,28 +117,36 @@ class KVReceiver:
         self._connect = peers
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], _Peer] = {}
+        self._closed = False
         self._done: deque[PullDone] = deque()
 
     def hold(self, handle: KVHandle) -> None:
         """Keep the handle's lease alive from now on."""
-        self._peer(handle).hold(handle.handle_id)
+        with self._lock:
+            if (peer := self._peer(handle)) is not None:
+                peer.hold(handle.handle_id)
 
     def release(self, handle: KVHandle, reason: str) -> None:
         """Tell the owner that nobody will pull this handle. Returns at once."""
-        self._peer(handle).release(handle.handle_id, reason)
+        with self._lock:
+            if (peer := self._peer(handle)) is not None:
+                peer.release(handle.handle_id, reason)
 
     def start(self, handle: KVHandle, first_block: int, block_ids: Sequence[int]) -> None:
         """Pull handle.blocks[first_block:] into `block_ids`; nothing left to pull only releases."""
         assert first_block + len(block_ids) == len(handle.blocks), (first_block, len(block_ids))
         job = _Job(handle=handle, first_block=first_block, block_ids=tuple(block_ids))
-        self._peer(handle).submit(job)
+        with self._lock:
+            if (peer := self._peer(handle)) is not None:
+                peer.submit(job)
+                return
+        self.finished(job.done(_shutting_down(), 0.0))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """A pull that has not begun ends now with AbortedError; a running one runs to its end."""
         with self._lock:
-            peers = list(self._peers.values())
-        for peer in peers:
-            peer.cancel(request_id, attempt)
+            for peer in self._peers.values():
+                peer.cancel(request_id, attempt)
 
     def poll(self) -> list[PullDone]:
         done = []
@@ -135,49 +159,57 @@ class KVReceiver:
         self._done.append(done)
         self.wake()
 
-    def _peer(self, handle: KVHandle) -> _Peer:
+    def _peer(self, handle: KVHandle) -> _Peer | None:
+        """None when closed. The caller keeps the lock until it has handed in what it came for, so
+        that the peer cannot retire in between."""
+        if self._closed:
+            return None
         key = (handle.address, handle.incarnation)
-        with self._lock:
-            peer = self._peers.get(key)
-            if peer is None or peer.closed:
-                client = self._connect(handle.address)
-                peer = self._peers[key] = _Peer(self, client, handle.incarnation)
-            return peer
+        if key not in self._peers:
+            self._peers[key] = _Peer(self, self._connect(handle.address), handle)
+        return self._peers[key]
 
-    def forget(self, peer: _Peer) -> bool:
-        """Called by an idle peer: True when it is out and must end."""
+    def retire(self, peer: _Peer) -> None:
+        """An idle peer asks to leave."""
         with self._lock:
-            if not peer.retire():
-                return False
-            self._peers = {key: other for key, other in self._peers.items() if other is not peer}
-            return True
+            if peer.retire():
+                self._peers = {k: other for k, other in self._peers.items() if other is not peer}
 
     def close(self) -> None:
-        """End all threads; what is queued ends with AbortedError."""
+        """End all threads and transfers; what was queued or running ends with AbortedError."""
         with self._lock:
-            peers = list(self._peers.values())
+            self._closed = True
+            peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
             peer.close()
+        for peer in peers:
+            peer.join()
+
+
+def _shutting_down() -> AbortedError:
+    return AbortedError("the worker is shutting down")
 
 
 class _Peer:
     """One owner of blocks, as this process sees it."""
 
-    def __init__(self, receiver: KVReceiver, client: PeerClient, incarnation: str) -> None:
+    def __init__(self, receiver: KVReceiver, client: PeerClient, handle: KVHandle) -> None:
         self._receiver = receiver
         self._client = client
-        self._incarnation = incarnation
+        self._incarnation = handle.incarnation
+        self._renewal_s = min(receiver.config.lease_s, handle.lease_s) / 3
         self._state = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._held: set[str] = set()
         self._released: dict[str, str] = {}
         """handle_id -> reason, to be told to the owner."""
         self._busy = False
-        self.closed = False
+        self._closed = False
+        """No job comes any more."""
+        self._drained = False
+        """No job runs any more, so no release comes either."""
         self._channel: _Channel | None = None
         self._num_channels = 0
-        self._staging = (StagingBuffer(receiver.kv), StagingBuffer(receiver.kv))
-        self._calls = ThreadPoolExecutor(1, "kv-pull")
         self._threads = [
             threading.Thread(target=self._move, name="kv-receive", daemon=True),
             threading.Thread(target=self._speak, name="kv-lease", daemon=True),
@@ -207,45 +239,49 @@ class _Peer:
         with self._state:
             dropped = [job for job in self._jobs if job.key == (request_id, attempt)]
             self._jobs = deque(job for job in self._jobs if job.key != (request_id, attempt))
-        for job in dropped:
-            self._finish(job, AbortedError("aborted before its KV was pulled"), 0.0)
+            for job in dropped:
+                self._finish(job, AbortedError("aborted before its KV was pulled"), 0.0)
 
     def retire(self) -> bool:
+        """True when it has ended, which it does when nothing and nobody needs it."""
         with self._state:
-            if self._jobs or self._held or self._released or self._busy:
-                return False
-            self.closed = True
-            self._state.notify_all()
-            return True
+            self._closed = not (self._jobs or self._held or self._released or self._busy)
+            return self._closed
 
     def close(self) -> None:
+        """Begin to end: queued jobs end now, the running one as soon as its channel has broken."""
         with self._state:
-            self.closed = True
+            self._closed = True
             dropped, self._jobs = list(self._jobs), deque()
+            for job in dropped:
+                self._finish(job, _shutting_down(), 0.0)
+            channel = self._channel
             self._state.notify_all()
-        for job in dropped:
-            self._finish(job, AbortedError("the worker is shutting down"), 0.0)
+        if channel is not None:
+            channel.close()
+
+    def join(self) -> None:
         for thread in self._threads:
             thread.join(self._receiver.config.timeout_s)
 
     # The thread that speaks: leases and releases.
 
     def _speak(self) -> None:
-        interval = self._receiver.config.lease_s / 3
-        next_renewal = self._receiver.clock() + interval
-        while True:
+        """Outlives the other thread, to tell the owner about the last job."""
+        clock = self._receiver.clock
+        next_renewal = clock() + self._renewal_s
+        ended = False
+        while not ended:
             with self._state:
-                if not self._released and not self.closed:
-                    self._state.wait(max(0.0, next_renewal - self._receiver.clock()))
+                self._state.wait_for(
+                    lambda: self._released or self._drained, max(0.0, next_renewal - clock())
+                )
                 released, self._released = self._released, {}
-                held = tuple(self._held)
-                closed = self.closed
+                held, ended = tuple(self._held), self._drained
             self._tell_released(released)
-            if closed:
-                break
-            if self._receiver.clock() >= next_renewal:
+            if clock() >= next_renewal:
                 self._renew(held)
-                next_renewal = self._receiver.clock() + interval
+                next_renewal = clock() + self._renewal_s
         self._client.close()
 
     def _tell_released(self, released: dict[str, str]) -> None:
@@ -264,129 +300,143 @@ class _Peer:
         except TwostrokeError as error:  # the pull itself will fail with the reason
             logger.warning("could not renew %d leases: %s", len(held), error)
             return
-        if unknown:
-            logger.warning("%d leases had ended before their pull", len(unknown))
+        with self._state:
+            over = self._held.intersection(unknown)
+            self._held -= over
+        if over:
+            logger.warning("%d leases had ended before their pull", len(over))
 
     # The thread that moves bytes.
 
     def _move(self) -> None:
+        clock = self._receiver.clock
         while (job := self._next_job()) is not None:
-            started = self._receiver.clock()
-            error: TwostrokeError | None = None
-            try:
-                if job.block_ids:
-                    self._transfer(job, started + self._receiver.config.timeout_s)
-            except TwostrokeError as failure:
-                error = failure
-            except Exception as failure:
-                logger.exception("a KV transfer failed")
-                error = TransferError(f"the KV transfer failed: {type(failure).__name__}")
+            started = clock()
+            error = self._attempt(job, started + self._receiver.config.timeout_s)
             if error is not None:
                 self._drop_channel()
-            self._finish(job, error, self._receiver.clock() - started)
+            self._finish(job, error, clock() - started)
         self._drop_channel()
-        self._calls.shutdown(wait=False)
+        with self._state:
+            self._drained = True
+            self._state.notify_all()
 
     def _next_job(self) -> _Job | None:
         """The next job, or None when the peer has ended."""
         while True:
             with self._state:
                 self._busy = False
-                if not self._jobs and not self.closed:
-                    self._state.wait(IDLE_S)
+                self._state.wait_for(lambda: self._jobs or self._closed, IDLE_S)
                 if self._jobs:
                     self._busy = True
                     return self._jobs.popleft()
-                if self.closed:
+                if self._closed:
                     return None
-            self._receiver.forget(self)
+            self._receiver.retire(self)
 
     def _finish(self, job: _Job, error: TwostrokeError | None, seconds: float) -> None:
         self.release(job.handle.handle_id, "received" if error is None else error.code)
-        num_blocks = len(job.block_ids) if error is None else 0
-        self._receiver.finished(
-            PullDone(
-                handle_id=job.handle.handle_id,
-                request_id=job.handle.request_id,
-                attempt=job.handle.attempt,
-                error=error,
-                num_blocks=num_blocks,
-                num_bytes=num_blocks * self._receiver.layout.bytes_per_block,
-                seconds=seconds,
-            )
-        )
+        self._receiver.finished(job.done(error, seconds))
 
-    def _transfer(self, job: _Job, deadline: float) -> None:
-        channel = self._open_channel(job, deadline)
-        pull = channel.next_pull(job)
-        parts = plan_messages(
-            len(job.block_ids),
-            self._receiver.layout.bytes_per_block,
-            self._receiver.config.max_message_bytes,
-        )
-        incoming = _Incoming(self._receiver, channel.transport, self._staging, job, parts)
+    def _attempt(self, job: _Job, deadline: float) -> TwostrokeError | None:
+        """Why the job failed."""
+        try:
+            if job.block_ids:
+                self._transfer(job, self._open_channel(deadline), deadline)
+        except Exception as error:
+            if self._closed:
+                return _shutting_down()
+            if isinstance(error, TwostrokeError):
+                return bare(error)
+            logger.exception("a KV transfer failed")
+            return TransferError(f"the KV transfer failed: {type(error).__name__}")
+        return None
+
+    def _transfer(self, job: _Job, channel: _Channel, deadline: float) -> None:
+        receiver = self._receiver
+        incoming = _Incoming(receiver, channel, job)
         incoming.post(0)  # before the owner is told: NCCL's rule
-        reply = self._calls.submit(self._client.pull, pull)
+        reply = channel.ask(self._client, job)
         try:
             sums = incoming.receive(deadline)
-            expected = reply.result(max(0.0, deadline - self._receiver.clock()))
+            expected = reply.result(max(0.0, deadline - receiver.clock()))
         except TimeoutError:
             raise TransferError("the KV owner sent its blocks and no word") from None
         except TransferError:
-            self._raise_owners_reason(reply)
+            if not self._closed:
+                _raise_owners_reason(reply, deadline - receiver.clock())
             raise
-        if sums != expected:
+        if receiver.config.verify_checksum and not expected:
+            raise TransferError("this worker compares checksums and the KV owner sends none")
+        if receiver.config.verify_checksum and sums != expected:
             raise TransferError("the KV arrived with another checksum than it was sent with")
 
-    def _raise_owners_reason(self, reply: Future[tuple[bytes, ...]]) -> None:
-        """The owner's refusal says more than the broken channel it caused."""
-        try:
-            reply.result(REFUSAL_GRACE_S)
-        except TimeoutError:
-            return
+    def _open_channel(self, deadline: float) -> _Channel:
+        """The channel in use, unless the owner may have closed it as idle, or a new one."""
+        now = self._receiver.clock()
+        if self._channel is not None and now - self._channel.last_used > IDLE_S:
+            self._drop_channel()
+        channel = self._channel or self._new_channel(deadline)
+        channel.last_used = now
+        with self._state:
+            self._channel = channel
+            if self._closed:
+                raise _shutting_down()
+        return channel
 
-    def _open_channel(self, job: _Job, deadline: float) -> _Channel:
-        if self._channel is None:
-            self._channel = self._new_channel(job, deadline)
-        return self._channel
-
-    def _new_channel(self, job: _Job, deadline: float) -> _Channel:
+    def _new_channel(self, deadline: float) -> _Channel:
         """Offer, let the owner check and join, meet it. Raises HandshakeRefusedError."""
         receiver = self._receiver
         self._num_channels += 1
         channel_id = f"{receiver.uid}.{id(self):x}.{self._num_channels}"
         listener = receiver.transports.listen(channel_id, receiver.host)
+        offer = ChannelOffer(
+            channel_id=channel_id,
+            backend=receiver.transports.backend,
+            store_host=listener.meeting.host,
+            store_port=listener.meeting.port,
+            layout=receiver.layout,
+            incarnation=self._incarnation,
+            max_message_bytes=receiver.config.max_message_bytes,
+        )
         try:
-            self._client.connect(
-                ChannelOffer(
-                    channel_id=channel_id,
-                    backend=receiver.transports.backend,
-                    store_host=listener.meeting.host,
-                    store_port=listener.meeting.port,
-                    layout=receiver.layout,
-                    incarnation=self._incarnation,
-                )
-            )
-            return _Channel(channel_id, listener.accept(deadline - receiver.clock()))
-        except BaseException:
+            self._client.connect(offer)
+            transport = listener.accept(min(SETUP_S, deadline - receiver.clock()))
+        finally:
             listener.close()
-            raise
+        return _Channel(channel_id, transport, receiver.kv)
 
     def _drop_channel(self) -> None:
-        if self._channel is not None:
-            self._channel.transport.close()
-            self._channel = None
+        with self._state:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+def _raise_owners_reason(reply: Future[tuple[bytes, ...]], timeout_s: float) -> None:
+    """The owner's refusal says more than the broken channel it caused."""
+    try:
+        reply.result(min(REFUSAL_GRACE_S, max(0.0, timeout_s)))
+    except TimeoutError:
+        return
 
 
 class _Channel:
-    def __init__(self, channel_id: str, transport: Transport) -> None:
+    """Our end of a channel, with all that must not outlive it: its staging memory, which a late
+    message could still write, and the thread that waits for the owner's reply."""
+
+    def __init__(self, channel_id: str, transport: Transport, kv: Tensor) -> None:
         self.channel_id = channel_id
         self.transport = transport
+        self.staging = (StagingBuffer(kv), StagingBuffer(kv))
+        self.last_used = 0.0
         self._num_transfers = 0
+        self._calls = ThreadPoolExecutor(1, "kv-pull")
 
-    def next_pull(self, job: _Job) -> PullRequest:
+    def ask(self, client: PeerClient, job: _Job) -> Future[tuple[bytes, ...]]:
+        """Tell the owner to send. A refusal breaks the channel: nothing will come."""
         self._num_transfers += 1
-        return PullRequest(
+        pull = PullRequest(
             handle_id=job.handle.handle_id,
             request_id=job.handle.request_id,
             attempt=job.handle.attempt,
@@ -397,29 +447,35 @@ class _Channel:
             blocks=job.handle.blocks[job.first_block :],
             block_hashes=job.handle.block_hashes,
         )
+        reply = self._calls.submit(client.pull, pull)
+        reply.add_done_callback(self._close_if_failed)
+        return reply
+
+    def _close_if_failed(self, reply: Future[tuple[bytes, ...]]) -> None:
+        if reply.exception() is not None:
+            self.transport.close()
+
+    def close(self) -> None:
+        self.transport.close()
+        self._calls.shutdown(wait=False)
 
 
 class _Incoming:
     """The messages of one pull: while one is scattered, the next is already being received."""
 
-    def __init__(
-        self,
-        receiver: KVReceiver,
-        transport: Transport,
-        staging: tuple[StagingBuffer, StagingBuffer],
-        job: _Job,
-        parts: list[range],
-    ) -> None:
+    def __init__(self, receiver: KVReceiver, channel: _Channel, job: _Job) -> None:
         self._receiver = receiver
-        self._transport = transport
-        self._staging = staging
-        self._job = job
-        self._parts = parts
+        self._channel = channel
+        self._block_ids = job.block_ids
+        self._parts = plan_messages(
+            len(job.block_ids), receiver.layout.bytes_per_block, receiver.config.max_message_bytes
+        )
 
     def post(self, index: int) -> None:
         if index < len(self._parts):
-            self._message = self._staging[index % 2].message(len(self._parts[index]))
-            self._pending = self._transport.post_recv(self._message)
+            staging = self._channel.staging[index % 2]
+            self._message = staging.message(len(self._parts[index]))
+            self._pending = self._channel.transport.post_recv(self._message)
 
     def receive(self, deadline: float) -> tuple[bytes, ...]:
         """Take all messages into the destination blocks; returns their digests. The blocks are
@@ -431,5 +487,5 @@ class _Incoming:
             self.post(index + 1)
             if receiver.config.verify_checksum:
                 sums.append(digest(message))
-            scatter_blocks(message, receiver.kv, self._job.block_ids[part.start : part.stop])
+            scatter_blocks(message, receiver.kv, self._block_ids[part.start : part.stop])
         return tuple(sums)

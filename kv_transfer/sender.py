@@ -1,8 +1,8 @@
 """The owner's side of transfers: offers leases, checks references, sends blocks.
 
 Called from several threads: the step thread offers and polls, RPC threads connect, pull, renew and
-release. The lease table is guarded by one lock; bytes move outside it, one transfer at a time per
-channel.
+release. One lock guards leases and channels and is held for moments only: bytes move outside it, so
+that no renewal waits for a transfer. `pull` alone blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,7 +24,7 @@ from core.request import GenerateRequest
 from kv_transfer.lease import EndedLease, LeaseTable
 from kv_transfer.pack import StagingBuffer, digest, gather_blocks
 from kv_transfer.plan import check_compatible, plan_messages
-from kv_transfer.transport import Transport, TransportFactory
+from kv_transfer.transport import Transport, TransportFactory, bare
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +34,19 @@ CHANNEL_IDLE_S = 300.0
 
 @dataclass(slots=True)
 class _Channel:
-    """`transport` arrives when both ends have met."""
+    """`transport` arrives when both ends have met. The staging buffer goes with the channel, so
+    that nothing a broken one still reads is written by its heir."""
 
     staging: StagingBuffer
+    max_message_bytes: int
     last_used: float
     last_transfer_id: int = 0
+    busy: bool = False
     transport: Future[Transport] = field(default_factory=Future)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
-        """Closes the transport now, or as soon as the join that makes it ends."""
+        """Closes the transport now, or as soon as the join that makes it ends: a transfer in
+        progress fails."""
         self.transport.add_done_callback(_close_result)
 
 
@@ -113,24 +115,22 @@ class KVSender:
         return handle
 
     def connect(self, offer: ChannelOffer) -> None:
-        """Check the receiver's offer and join its channel in the background.
+        """Check the receiver's offer and join its channel in the background. Does not block.
 
         Raises HandshakeRefusedError with the reason. A receiver's older channels are closed: it
-        has one at a time, and after a restart it has forgotten them.
+        has one at a time, and may have given up on them unknown to us.
         """
         reason = self._refusal(offer)
         if reason is not None:
             raise HandshakeRefusedError(reason)
-        channel = _Channel(StagingBuffer(self._kv), self._clock())
+        channel = _Channel(StagingBuffer(self._kv), offer.max_message_bytes, self._clock())
         receiver = offer.channel_id.partition(".")[0]
         with self._lock:
             old = [name for name in self._channels if name.partition(".")[0] == receiver]
             closing = [self._channels.pop(name) for name in old]
             self._channels[offer.channel_id] = channel
-        for stale in closing:
-            stale.close()
         threading.Thread(
-            target=self._join, args=(offer, channel), name="kv-join", daemon=True
+            target=self._join, args=(offer, channel, closing), name="kv-join", daemon=True
         ).start()
 
     def _refusal(self, offer: ChannelOffer) -> str | None:
@@ -140,23 +140,28 @@ class KVSender:
             return f"transport {offer.backend} there, {self._transports.backend} here"
         return check_compatible(self._layout, offer.layout)
 
-    def _join(self, offer: ChannelOffer, channel: _Channel) -> None:
+    def _join(self, offer: ChannelOffer, channel: _Channel, replaced: list[_Channel]) -> None:
+        for old in replaced:
+            old.close()
         try:
             transport = self._transports.join(offer, self._host, self._config.timeout_s)
         except TransferError as error:
-            channel.transport.set_exception(error)
-        except Exception as error:
+            channel.transport.set_exception(bare(error))
+        except Exception:
             logger.exception("joining a KV channel failed")
-            channel.transport.set_exception(TransferError(f"cannot join the channel: {error!r}"))
+            channel.transport.set_exception(TransferError("the KV owner cannot join the channel"))
         else:
             channel.transport.set_result(transport)
+            return
+        self._drop_channel(offer.channel_id)
 
     def pull(self, pull: PullRequest) -> tuple[bytes, ...]:
         """Send the blocks; returns the digest of each message, or () with checksums off.
 
-        Blocks until the bytes are handed over. Raises StaleHandleError when the reference is
-        refused, TransferError when sending fails. After either, the channel is closed, so that the
-        receive which is already posted at the other end fails at once and not by its deadline.
+        Blocks until the bytes are handed over, at most config.timeout_s. Raises StaleHandleError
+        when the reference is refused, TransferError when sending fails. After either, the channel
+        is closed, so that the receive which is already posted at the other end fails at once and
+        not by its deadline.
         """
         deadline = self._clock() + self._config.timeout_s
         try:
@@ -164,8 +169,7 @@ class KVSender:
             try:
                 return self._send(pull, channel, deadline)
             finally:
-                with self._lock:
-                    self._leases.finish(pull.handle_id)
+                self._finish(pull, channel)
         except BaseException:
             self._drop_channel(pull.channel_id)
             raise
@@ -177,28 +181,35 @@ class KVSender:
                 raise TransferError("the KV channel is unknown or was closed")
             if pull.transfer_id <= channel.last_transfer_id:
                 raise TransferError("this transfer has been asked for before")
+            if channel.busy:
+                raise TransferError("the KV channel has a transfer in progress")
             self._leases.begin(pull, self._clock())
+            channel.busy = True
             channel.last_transfer_id = pull.transfer_id
             channel.last_used = self._clock()
             return channel
 
+    def _finish(self, pull: PullRequest, channel: _Channel) -> None:
+        with self._lock:
+            self._leases.finish(pull.handle_id)
+            channel.busy = False
+            channel.last_used = self._clock()
+
     def _send(self, pull: PullRequest, channel: _Channel, deadline: float) -> tuple[bytes, ...]:
         try:
             transport = channel.transport.result(max(0.0, deadline - self._clock()))
-        except FutureTimeoutError:
+        except TimeoutError:
             raise TransferError("the KV channel's other end did not come") from None
         sums: list[bytes] = []
         block_ids = [block.block_id for block in pull.blocks]
-        with channel.lock:
-            for part in plan_messages(
-                len(block_ids), self._layout.bytes_per_block, self._config.max_message_bytes
-            ):
-                message = channel.staging.message(len(part))
-                gather_blocks(self._kv, block_ids[part.start : part.stop], message)
-                if self._config.verify_checksum:
-                    sums.append(digest(message))
-                transport.send(message, deadline - self._clock())
-            channel.last_used = self._clock()
+        for part in plan_messages(
+            len(block_ids), self._layout.bytes_per_block, channel.max_message_bytes
+        ):
+            message = channel.staging.message(len(part))
+            gather_blocks(self._kv, block_ids[part.start : part.stop], message)
+            if self._config.verify_checksum:
+                sums.append(digest(message))
+            transport.send(message, deadline - self._clock())
         return tuple(sums)
 
     def _drop_channel(self, channel_id: str) -> None:
@@ -228,7 +239,7 @@ class KVSender:
             idle = [
                 name
                 for name, channel in self._channels.items()
-                if now - channel.last_used > CHANNEL_IDLE_S
+                if now - channel.last_used > CHANNEL_IDLE_S and not channel.busy
             ]
             closing = [self._channels.pop(name) for name in idle]
             ended = self._leases.drain_ended()

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from core.errors import TwostrokeError, error_from_code
 from core.kv import ChannelOffer
 
 
@@ -29,7 +30,8 @@ class Transport(Protocol):
     def post_recv(self, tensor: Tensor) -> PendingRecv: ...
 
     def close(self) -> None:
-        """Idempotent. The other end's pending operations fail at once."""
+        """From any thread, idempotent. Pending operations of both ends fail at once; when it
+        returns, nothing writes into the tensor of a receive posted here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,8 @@ class Listener(Protocol):
     def accept(self, timeout_s: float) -> Transport:
         """The receiver's end, once the sender has joined."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop listening. Ends neither an accepted channel nor another thread's `accept`."""
 
 
 class TransportFactory(Protocol):
@@ -61,3 +64,8 @@ class TransportFactory(Protocol):
     def listen(self, channel_id: str, host: str) -> Listener: ...
 
     def join(self, offer: ChannelOffer, host: str, timeout_s: float) -> Transport: ...
+
+
+def bare(error: TwostrokeError) -> TwostrokeError:
+    """The same error without traceback and cause: their frames keep tensors and sockets alive."""
+    return error_from_code(error.code, error.message, param=error.param)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]  # public
 
@@ -45,4 +46,7 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> Distribu
     """Joins the group that meets in `store`, which serves no other group; returns when all ranks
     have joined."""
     backend = ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-    return DistributedGroup(cast(_Backend, backend))
+    group = DistributedGroup(cast(_Backend, backend))
+    # A rank that is done connecting and leaves at once breaks those that still connect: meet first.
+    group.all_reduce(torch.zeros(1))
+    return group

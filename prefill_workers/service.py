@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
-MAX_CONCURRENT_TRANSFERS = 16
-"""Threads for connects and pulls; each blocks while bytes move."""
+MAX_CONCURRENT_TRANSFERS = 64
+"""Threads for pulls; each blocks while bytes move. A decode worker has one pull at a time here."""
 
 
 class KVPeerServicer(worker_pb2_grpc.KVPeerServicer):
@@ -34,7 +34,7 @@ class KVPeerServicer(worker_pb2_grpc.KVPeerServicer):
 
     async def Connect(self, request: pb.ChannelOffer, context: Context) -> pb.ConnectReply:
         try:
-            await self._blocking(lambda: self._sender.connect(offer_from_proto(request)))
+            self._sender.connect(offer_from_proto(request))
         except TwostrokeError as error:
             logger.warning("refused a channel from %s: %s", context.peer(), error)
             return pb.ConnectReply(error=error_to_proto(error))

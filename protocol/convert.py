@@ -173,6 +173,7 @@ def offer_to_proto(offer: ChannelOffer) -> pb.ChannelOffer:
         store_port=offer.store_port,
         layout=layout_to_proto(offer.layout),
         incarnation=offer.incarnation,
+        max_message_bytes=offer.max_message_bytes,
     )
 
 
@@ -184,6 +185,7 @@ def offer_from_proto(message: pb.ChannelOffer) -> ChannelOffer:
         store_port=message.store_port,
         layout=layout_from_proto(message.layout),
         incarnation=message.incarnation,
+        max_message_bytes=message.max_message_bytes,
     )
 
 

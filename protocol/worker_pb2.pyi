@@ -397,11 +397,13 @@ class ChannelOffer(google.protobuf.message.Message):
     STORE_PORT_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
     channel_id: builtins.str
     backend: builtins.str
     store_host: builtins.str
     store_port: builtins.int
     incarnation: builtins.str
+    max_message_bytes: builtins.int
     @property
     def layout(self) -> global___KVLayout: ...
     def __init__(
@@ -413,9 +415,10 @@ class ChannelOffer(google.protobuf.message.Message):
         store_port: builtins.int = ...,
         layout: global___KVLayout | None = ...,
         incarnation: builtins.str = ...,
+        max_message_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "channel_id", b"channel_id", "incarnation", b"incarnation", "layout", b"layout", "store_host", b"store_host", "store_port", b"store_port"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "channel_id", b"channel_id", "incarnation", b"incarnation", "layout", b"layout", "max_message_bytes", b"max_message_bytes", "store_host", b"store_host", "store_port", b"store_port"]) -> None: ...
 
 global___ChannelOffer = ChannelOffer
 

@@ -23,6 +23,8 @@ from protocol.step_loop import StepLoop
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
+MIN_PING_INTERVAL_MS = 5_000
+"""Routers ping at most this often (router/worker_client.py)."""
 REPORT_INTERVAL_S = 0.05
 HEARTBEAT_INTERVAL_S = 1.0
 
@@ -59,6 +61,8 @@ class WorkerServer:
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
+            # By default the third keepalive ping during one long step would end the session.
+            ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ]
         self.server = grpc.aio.server(options=limits)
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -23,12 +23,15 @@ def on_ranks():
 
     def run(size, function):
         store = HashStore()
+        groups = []  # kept to the end: a rank that leaves early breaks its peers
+
+        def work(rank):
+            group = gloo_group(store, rank, size, TIMEOUT_S)
+            groups.append(group)
+            return function(group)
+
         with ThreadPoolExecutor(size) as pool:
-            futures = [
-                pool.submit(lambda rank: function(gloo_group(store, rank, size, TIMEOUT_S)), rank)
-                for rank in range(size)
-            ]
-            return [future.result() for future in futures]
+            return list(pool.map(work, range(size)))
 
     return run
 

@@ -1,7 +1,11 @@
 """Our package names are generic; this project must own them, and no dependency may claim them."""
 
+import ast
 import importlib
 import importlib.metadata
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -54,9 +58,70 @@ def test_router_extra_stays_small():
     assert "ray" not in named
 
 
-def test_no_package_of_ours_shadows_the_standard_library():
-    import sys
+def imports(path):
+    """Full names of the modules a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
+
+def importers(module):
+    """Our files that import `module` or something in it; generated ones do not count."""
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    return {
+        str(path.relative_to(ROOT))
+        for path in files
+        if "_pb2" not in path.name
+        and any(name == module or name.startswith(module + ".") for name in imports(path))
+    }
+
+
+def test_torch_distributed_is_imported_in_two_places_only():
+    found = importers("torch.distributed")
+    assert found, "the search itself must work"
+    assert {path for path in found if not path.startswith("parallel/")} <= {
+        "kv_transfer/distributed.py"
+    }
+
+
+def test_grpc_is_imported_by_services_and_clients_only():
+    found = importers("grpc")
+    assert found, "the search itself must work"
+    allowed = re.compile(r"protocol/.*|\w+/service\.py|\w+/\w+_client\.py")
+    assert [path for path in found if not allowed.fullmatch(path)] == []
+
+
+def test_ray_and_the_environment_are_reached_for_in_few_places():
+    assert {path.partition("/")[0] for path in importers("ray")} == {"deploy"}
+    readers = {
+        str(path.relative_to(ROOT))
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*.py")
+        if re.search(r"\bos\.(environ|getenv)\b", path.read_text(encoding="utf-8"))
+    }
+    # ray_cluster only writes what Ray's daemons inherit.
+    assert readers <= {"deploy/config_file.py", "deploy/ray_cluster.py"}
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("deploy.cli", ["torch", "ray", "fastapi", "httpx"]),
+        ("deploy.router_process", ["torch", "numpy", "ray", "httpx"]),
+        ("deploy.workers", ["fastapi", "pydantic", "ray", "httpx"]),
+    ],
+)
+def test_a_process_loads_only_what_its_image_holds(module, absent):
+    program = f"import sys, {module}; print(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert set(absent).isdisjoint(found.stdout.split())
+
+
+def test_no_package_of_ours_shadows_the_standard_library():
     assert set(PACKAGES).isdisjoint(sys.stdlib_module_names)
 
 

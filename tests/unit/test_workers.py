@@ -174,6 +174,7 @@ def make_pair(token_executor, engine_config):
         try:
             yield pair
         finally:
+            pair.gate.set()
             pair.receiver.close()
             pair.sender.close()
 

@@ -1,0 +1,133 @@
+"""Plans cover every block once; what is gathered here and scattered there is the same bytes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.kv import KVLayout
+from kv_transfer.pack import StagingBuffer, digest, gather_blocks, scatter_blocks
+from kv_transfer.plan import check_compatible, plan_messages
+
+LAYOUT = KVLayout(
+    model="m",
+    dtype="float32",
+    block_size=4,
+    first_layer=0,
+    num_layers=2,
+    num_kv_heads=3,
+    head_dim=5,
+)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@given(st.integers(0, 500), st.integers(1, 10_000), st.integers(1, 100_000))
+def test_messages_cover_all_blocks_in_order_and_are_bounded(num_blocks, per_block, limit):
+    parts = plan_messages(num_blocks, per_block, limit)
+    assert [i for part in parts for i in part] == list(range(num_blocks))
+    assert all(len(part) * per_block <= max(limit, per_block) for part in parts)
+    full = max(1, limit // per_block)
+    assert all(len(part) == full for part in parts[:-1]), "only the last message is smaller"
+
+
+def test_equal_layouts_are_compatible():
+    assert check_compatible(LAYOUT, replace(LAYOUT)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", "n"),
+        ("dtype", "bfloat16"),
+        ("block_size", 16),
+        ("first_layer", 1),
+        ("num_layers", 7),
+        ("num_kv_heads", 9),
+        ("head_dim", 64),
+        ("inner_order", "tiles"),
+    ],
+)
+def test_a_difference_is_named_with_both_values(field, value):
+    reason = check_compatible(LAYOUT, replace(LAYOUT, **{field: value}))
+    assert reason is not None
+    assert f"{field} differs: {getattr(LAYOUT, field)} here, {value} there" in reason
+
+
+@st.composite
+def pools(draw):
+    """Two pools of different size but equal blocks, and distinct blocks of each."""
+    num_layers, heads, block_size, head_dim = (draw(st.integers(1, n)) for n in (3, 3, 5, 6))
+    dtype = draw(DTYPES)
+    sizes = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    src, dst = (
+        torch.randn(num_layers, 2, size, heads, block_size, head_dim).to(dtype) for size in sizes
+    )
+    count = draw(st.integers(1, min(sizes)))
+    src_ids, dst_ids = (draw(st.permutations(range(size)))[:count] for size in sizes)
+    return src, src_ids, dst, dst_ids
+
+
+@settings(deadline=None, max_examples=60)
+@given(pools())
+def test_gather_then_scatter_copies_these_blocks_and_no_others(case):
+    src, src_ids, dst, dst_ids = case
+    before = dst.clone()
+    message = StagingBuffer(src).message(len(src_ids))
+    gather_blocks(src, src_ids, message)
+    assert message.is_contiguous()
+    scatter_blocks(message, dst, dst_ids)
+    for here, there in zip(src_ids, dst_ids, strict=True):
+        assert torch.equal(dst[:, :, there], src[:, :, here])
+    others = [i for i in range(dst.shape[2]) if i not in dst_ids]
+    assert torch.equal(dst[:, :, others], before[:, :, others])
+
+
+def test_every_bit_pattern_survives():
+    """NaN payloads and negative zeros included: blocks are bytes, not numbers."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (2, 2, 3, 3, 4, 5), dtype=torch.int32)
+    src, dst = bits.view(torch.float32), torch.zeros(2, 2, 3, 3, 4, 5)
+    message = StagingBuffer(src).message(3)
+    gather_blocks(src, [2, 0, 1], message)
+    scatter_blocks(message, dst, [2, 0, 1])
+    assert torch.equal(dst.view(torch.int32), bits)
+
+
+@pytest.mark.parametrize("made_in_inference_mode", [False, True])
+def test_pools_of_either_mode_work_and_stay_usable(made_in_inference_mode):
+    """The engine may make and write its cache inside or outside of inference mode."""
+    with torch.inference_mode(made_in_inference_mode):
+        src, dst = torch.randn(1, 2, 4, 1, 2, 2), torch.zeros(1, 2, 4, 1, 2, 2)
+    message = StagingBuffer(src).message(2)
+    gather_blocks(src, [1, 3], message)
+    scatter_blocks(message, dst, [0, 2])
+    with torch.inference_mode():
+        assert torch.equal(dst[:, :, [0, 2]], src[:, :, [1, 3]])
+        dst[:, :, 0] = 1.0
+    if not made_in_inference_mode:
+        dst[:, :, 1] = 2.0
+    assert dst[0, 0, 0, 0, 0, 0] == 1.0
+
+
+def test_a_staging_buffer_grows_and_then_stays():
+    buffer = StagingBuffer(torch.zeros(2, 2, 8, 1, 4, 3))
+    large = buffer.message(6)
+    assert large.shape == (2, 2, 6, 1, 4, 3)
+    small = buffer.message(2)
+    assert small.shape == (2, 2, 2, 1, 4, 3)
+    assert small.is_contiguous()
+    assert small.data_ptr() == large.data_ptr() == buffer.message(6).data_ptr()
+
+
+@given(st.data(), DTYPES)
+def test_the_digest_changes_with_any_byte(data, dtype):
+    message = torch.randn(1, 2, 3, 1, 2, 2).to(dtype)
+    before = digest(message)
+    flat = message.view(-1).view(torch.uint8)
+    index = data.draw(st.integers(0, flat.numel() - 1))
+    bit = 1 << data.draw(st.integers(0, 7))
+    flat[index] ^= bit
+    assert digest(message) != before
+    flat[index] ^= bit
+    assert digest(message) == before
