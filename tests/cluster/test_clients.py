@@ -46,6 +46,50 @@ async def test_openai_client_streams_a_chat(cluster):
             )
 
 
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+TEXT = {"model": "m", "prompt": "hi", "max_tokens": 4}
+BAD = {
+    "unknown model": (404, {**CHAT, "model": "gpt-9"}),
+    "malformed JSON": (400, b'{"model": "m", '),
+    "prompt too long": (400, {**TEXT, "prompt": [1] * 3000}),
+    "prompt too long, streamed": (400, {**TEXT, "prompt": [1] * 3000, "stream": True}),
+    "unknown field": (400, {**TEXT, "temprature": 1}),
+}
+
+
+async def test_replies_chunks_and_errors_are_what_openai_specifies(
+    cluster, openai_schemas, official_schemas
+):
+    """Ours and OpenAI's own schemas, over real workers."""
+
+    def validate(kind, body):
+        openai_schemas(kind, body)
+        official_schemas(kind, body)
+
+    for path, body, kind in (
+        ("/v1/chat/completions", CHAT, "chat.completion"),
+        ("/v1/completions", TEXT, "text_completion"),
+    ):
+        validate(kind, (await cluster.http.post(path, json=body)).json())
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        reply = await cluster.http.post(path, json={**body, **options})
+        events = [line[6:] for line in reply.text.split("\n\n") if line]
+        assert events[-1] == "[DONE]"
+        chunks = [json.loads(event) for event in events[:-1]]
+        for chunk in chunks:
+            validate("chat.completion.chunk" if "chat" in path else "text_completion.chunk", chunk)
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["completion_tokens"] <= 4
+        assert len({chunk["id"] for chunk in chunks}) == 1
+    validate("list", (await cluster.http.get("/v1/models")).json())
+    for status, bad in BAD.values():
+        content = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
+        path = "/v1/chat/completions" if b"messages" in content else "/v1/completions"
+        reply = await cluster.http.post(path, content=content)
+        assert reply.status_code == status, reply.text
+        validate("error", reply.json())
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 async def test_curl_streams_a_chat(cluster):
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}

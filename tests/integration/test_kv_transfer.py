@@ -21,7 +21,6 @@ import psutil
 import pytest
 import torch
 
-import kv_transfer.sender
 from core.config import TransferConfig
 from core.errors import AbortedError, StaleHandleError, TransferError
 from core.kv import BlockRef, ChannelOffer, KVLayout
@@ -30,7 +29,7 @@ from core.sampling_params import SamplingParams
 from decode_workers.peer_client import GrpcPeerClient
 from kv_transfer.distributed import DistributedTransports
 from kv_transfer.receiver import KVReceiver
-from kv_transfer.sender import KVSender
+from kv_transfer.sender import CHANNEL_IDLE_S, KVSender
 from prefill_workers.service import KVPeerServicer
 from protocol.convert import handle_from_proto, handle_to_proto
 from protocol.worker_pb2 import KVHandle as HandleProto
@@ -173,11 +172,12 @@ class Owner:
         def hook():
             if next(left, None) == 0:
                 os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(0.1)  # the other threads stop first
 
         self.hooks.before_send = hook
 
     def drop_idle_channels(self):
-        kv_transfer.sender.CHANNEL_IDLE_S = 0.0
+        self.sender.poll(time.monotonic() + 2 * CHANNEL_IDLE_S)
 
     def close(self):
         self._stop.set()
@@ -276,10 +276,13 @@ class Child:
         self.ps = psutil.Process(self._process.pid)
         self._ready = False
 
-    def __call__(self, *command):
+    def wait_until_ready(self):
         if not self._ready:
             assert json.loads(self._process.stdout.readline()) == "ready"
             self._ready = True
+
+    def __call__(self, *command):
+        self.wait_until_ready()
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
@@ -440,6 +443,7 @@ def test_a_reader_lost_amid_the_transfer_costs_its_lease_and_no_more(
     children, make_owner, make_reader, fate
 ):
     owner, child = make_owner(timeout_s=1.5, lease_s=1.0), children["reader"]
+    child.wait_until_ready()
     messages = iter(range(100))
 
     def freeze_reader():
@@ -454,7 +458,7 @@ def test_a_reader_lost_amid_the_transfer_costs_its_lease_and_no_more(
     assert seconds < (1.2 if fate == "killed" else 2.2)
     eventually(lambda: owner.num_ended == 1 and owner.sender.num_leases == 0)
     owner.hooks.before_send = lambda: None
-    make_reader().gets(owner.offer())
+    make_reader().gets(owner.offer(range(3)))
     if fate == "frozen":
         child.ps.resume()
 
@@ -536,6 +540,7 @@ def test_after_a_storm_of_pulls_aborts_and_deaths_everything_comes_back(
     assert set(failed) == {AbortedError, StaleHandleError, TransferError}
     reader.close()
     eventually(lambda: owner("num_leases") == 0)
+    owner("drop_idle_channels")
     eventually(lambda: usage(me)[1] <= mine[1] and usage(me)[0] <= mine[0] + 2)
     eventually(lambda: usage(owner.ps)[1] <= theirs[1] and usage(owner.ps)[0] <= theirs[0] + 2)
 

@@ -14,11 +14,9 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from pathlib import Path
 
 import grpc
 import httpx
-import jsonschema
 import pytest
 
 from core.config import RouterConfig
@@ -401,27 +399,6 @@ class World:
 
 
 @pytest.fixture(scope="session")
-def byte_tokenizer_path(tmp_path_factory):
-    """One token per byte: 256 of them, then <s> and </s> and fillers; a plain chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("bytes")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", *(f"<extra_{i}>" for i in range(42))])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
 def byte_tokenizer(byte_tokenizer_path):
     return load_tokenizer(byte_tokenizer_path)
 
@@ -507,66 +484,3 @@ def scripts():
 @pytest.fixture
 def rng():
     return random.Random(11)
-
-
-DATA = Path(__file__).parents[2] / "data"
-OFFICIAL = Path(__file__).parents[4] / "shared" / "openai" / "openapi-subset.json"
-
-
-@pytest.fixture(scope="session")
-def openai_schemas():
-    """`validate(kind, body)` against our own notes of what clients rely on."""
-    document = json.loads((DATA / "openai-schemas.json").read_text())
-
-    def validate(kind, body):
-        schema = {**document, "$ref": f"#/schemas/{kind}"}
-        jsonschema.Draft202012Validator(schema).validate(body)
-
-    return validate
-
-
-@pytest.fixture(scope="session")
-def official_schemas():
-    """The same against OpenAI's own file, where a checkout of it lies beside the repository."""
-    if not OFFICIAL.is_file():
-        pytest.skip("OpenAI's OpenAPI file is not beside the repository")
-    document = translate(json.loads(OFFICIAL.read_text()))
-    names = {
-        "chat.completion": "CreateChatCompletionResponse",
-        "chat.completion.chunk": "CreateChatCompletionStreamResponse",
-        "text_completion": "CreateCompletionResponse",
-        "text_completion.chunk": "CreateCompletionResponse",
-        "error": "ErrorResponse",
-        "model": "Model",
-        "list": "ListModelsResponse",
-    }
-
-    def validate(kind, body):
-        schema = {**document, "$ref": f"#/components/schemas/{names[kind]}"}
-        if kind == "text_completion.chunk":
-            body = as_whole_completion(body)
-        jsonschema.Draft202012Validator(schema).validate(body)
-
-    return validate
-
-
-def as_whole_completion(event):
-    """The file has no schema for streamed completions and says nothing of null in them: until the
-    last chunk finish_reason is null, and usage too."""
-    choices = [
-        {**choice, "finish_reason": choice["finish_reason"] or "stop"}
-        for choice in event["choices"]
-    ]
-    return {k: v for k, v in {**event, "choices": choices}.items() if (k, v) != ("usage", None)}
-
-
-def translate(node):
-    """OpenAPI 3.0's `nullable: true` as JSON Schema: the same, or null."""
-    if isinstance(node, list):
-        return [translate(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    node = {key: translate(value) for key, value in node.items()}
-    if node.pop("nullable", False) is True:
-        return {"anyOf": [node, {"type": "null"}]}
-    return node
