@@ -245,7 +245,8 @@ class _Peer:
     def retire(self) -> bool:
         """True when it has ended, which it does when nothing and nobody needs it."""
         with self._state:
-            self._closed = not (self._jobs or self._held or self._released or self._busy)
+            needed = self._jobs or self._held or self._released or self._busy
+            self._closed = self._closed or not needed  # `close` is never undone
             return self._closed
 
     def close(self) -> None:

@@ -463,6 +463,65 @@ def test_a_reader_lost_amid_the_transfer_costs_its_lease_and_no_more(
         child.ps.resume()
 
 
+@pytest.fixture
+def channel():
+    """Both ends of a gloo channel, in this process."""
+    factory, ends = DistributedTransports("gloo"), []
+    listener = factory.listen("pair", HOST)
+    offer = offer_at(listener.meeting.port, 0)
+    joining = threading.Thread(target=lambda: ends.append(factory.join(offer, HOST, 5.0)))
+    joining.start()
+    ends.append(listener.accept(5.0))
+    joining.join()
+    receiver, sender = sorted(ends, key=lambda end: end._peer)  # by the other end's rank
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("closing", ["own end", "other end"])
+@pytest.mark.parametrize("operation", ["recv", "send"])
+def test_close_ends_pending_operations_of_both_ends_at_once(channel, operation, closing):
+    """And what a closed end had posted is never written: its memory may have a new use."""
+    sender, receiver = channel
+    outcome = queue.Queue()
+
+    def wait():
+        started = time.monotonic()
+        try:
+            if operation == "recv":
+                receiver.post_recv(memory).wait(10.0)
+            else:
+                sender.send(memory, 10.0)
+        except TransferError:
+            outcome.put(time.monotonic() - started)
+
+    memory = torch.zeros(1 << 22)
+    own, other = (receiver, sender) if operation == "recv" else (sender, receiver)
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.3)
+    (own if closing == "own end" else other).close()
+    assert outcome.get(timeout=2) < 1.0
+    waiting.join()
+    with pytest.raises(TransferError):
+        sender.send(torch.ones(1 << 22), 1.0)
+    with pytest.raises(TransferError):
+        receiver.post_recv(torch.ones(1)).wait(1.0)
+    assert not memory.any()
+
+
+def test_a_receive_that_nobody_waits_for_is_not_written_after_close(channel):
+    sender, receiver = channel
+    memory = torch.zeros(1000)
+    pending = receiver.post_recv(memory)
+    receiver.close()
+    with pytest.raises(TransferError):
+        sender.send(torch.ones(1000), 1.0)
+    assert not memory.any()
+    del pending
+
+
 def offer_at(port, number):
     return ChannelOffer(
         channel_id=f"nobody.{number}",

@@ -520,6 +520,29 @@ def test_no_pull_is_lost_to_a_peer_that_is_just_retiring(make_rig, monkeypatch):
     rig.no_lease()
 
 
+def test_a_peer_about_to_retire_still_ends_when_the_receiver_closes(make_rig, monkeypatch):
+    """A lease is held, so it may not retire; that must not undo the close it has raced with."""
+    monkeypatch.setattr(kv_transfer.receiver, "IDLE_S", 0.01)
+    rig = make_rig(timeout_s=3.0)
+    asked, may_go_on, retire = threading.Event(), threading.Event(), rig.receiver.retire
+
+    def slow_retire(peer):
+        asked.set()
+        may_go_on.wait(5)
+        retire(peer)
+
+    rig.receiver.retire = slow_retire
+    rig.receiver.hold(rig.offer())
+    assert asked.wait(2)
+    closing = threading.Thread(target=rig.receiver.close)
+    closing.start()
+    time.sleep(0.1)
+    may_go_on.set()
+    closing.join(1.0)
+    assert not closing.is_alive()
+    assert not kv_threads()
+
+
 def test_a_peer_keeps_its_channel_between_pulls(rig):
     """Words about leases wake its threads; that must not look like a minute without work."""
     for _ in range(5):
@@ -610,6 +633,20 @@ def test_without_checksums_corruption_passes(make_rig):
     """Says what the switch costs, and that the test above tests the checksum."""
     rig = faulty_rig(make_rig, flip, verify_checksum=False)
     assert rig.pull(rig.offer()).error is None
+
+
+def test_an_owner_that_refuses_without_closing_its_end(make_rig):
+    """Its gRPC server answered and not the sender: nobody else would end the posted receive."""
+    rig = make_rig(timeout_s=30.0)
+    rig.works()
+
+    def busy(pull):
+        raise TransferError("no thread is free")
+
+    rig.before = busy
+    assert rig.fails(rig.offer(), TransferError, "no thread is free").seconds < 1.0
+    rig.before = lambda pull: None
+    rig.works()
 
 
 def test_an_owner_that_never_joins(make_rig, monkeypatch):
@@ -795,6 +832,26 @@ def test_a_send_without_a_posted_receive_fails_and_the_lease_is_free_again(rig, 
     assert len(rig.sender.poll(time.monotonic())) == 1
 
 
+def test_one_transfer_at_a_time_on_a_channel(rig, channel):
+    """A second one cannot come from a receiver that still waits for the first."""
+    _, pull = channel
+    errors = []
+
+    def first():
+        try:
+            rig.sender.pull(pull)
+        except TransferError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=first)  # waits for a receive to be posted
+    thread.start()
+    time.sleep(0.05)
+    with pytest.raises(TransferError, match="in progress"):
+        rig.sender.pull(replace(pull, transfer_id=2))
+    thread.join(2)
+    assert len(errors) == 1
+
+
 def test_a_new_channel_replaces_the_receivers_old_one(rig, channel):
     transport, _ = channel
     pending = transport.post_recv(message())
@@ -810,5 +867,7 @@ def test_a_new_channel_replaces_the_receivers_old_one(rig, channel):
             max_message_bytes=1 << 20,
         )
     )
+    started = time.monotonic()
     with pytest.raises(TransferError):
-        pending.wait(2.0)
+        pending.wait(5.0)
+    assert time.monotonic() - started < 1.0, "closed, not timed out"
