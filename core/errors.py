@@ -19,8 +19,8 @@
             |-- HandshakeRefusedError  the two sides' layouts differ
             `-- StaleHandleError       the handle's blocks are no longer promised
 
-Every class has a stable `code`: it crosses process borders (protocol) and is mapped exactly once to
-an HTTP status (router/api) and once to a gRPC status (protocol/convert). Broken invariants are
+Every class has a stable `code`: it crosses process borders inside protocol messages and is mapped
+exactly once to an HTTP status (router/http_errors). Broken invariants are
 asserts, never members of this tree.
 """
 

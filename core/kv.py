@@ -7,14 +7,13 @@ its lease ends. The owner checks every field before it serves (see kv_transfer/s
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from hashlib import blake2b
 
 from core.prefix import BlockHash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """What one rank's KV cache looks like. Equal `fingerprint()`: blocks can be copied as bytes.
+    """What one rank's KV cache looks like. Equal layouts: blocks can be copied as bytes.
 
     A block holds `block_size` positions of every local kv head of a layer, head-major, keys and
     values apart: [num_kv_heads, block_size, head_dim] each.
@@ -35,13 +34,8 @@ class KVLayout:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all local layers, keys and values."""
-        width = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        width = {"float32": 4, "bfloat16": 2}[self.dtype]
         return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * width
-
-    def fingerprint(self) -> str:
-        """Stable digest of all fields; the handshake compares it."""
-        text = "\n".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
-        return blake2b(text.encode(), digest_size=16).hexdigest()
 
     def difference(self, other: KVLayout) -> str | None:
         """Human-readable first difference to `other`, None when equal."""

@@ -14,6 +14,9 @@ from core.kv import KVHandle
 from core.lifetime import DecodeTimes, PrefillTimes
 from core.sampling_params import SamplingParams
 
+RequestKey = tuple[str, int]
+"""(request_id, attempt): two attempts of one request are different things to a worker."""
+
 
 class FinishReason(StrEnum):
     STOP = "stop"
@@ -37,6 +40,10 @@ class GenerateRequest:
     choice_index: int = 0
     cache_salt: str = ""
     """Tenant salt of the prefix hash chain: equal salts may share blocks, others never do."""
+
+    @property
+    def key(self) -> RequestKey:
+        return self.request_id, self.attempt
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -106,3 +113,12 @@ class SequenceOutput:
     handle: KVHandle | None = None
     prefill_times: PrefillTimes | None = None
     decode_times: DecodeTimes | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        return self.request_id, self.attempt
+
+    @property
+    def is_last(self) -> bool:
+        """The worker says no more of this request."""
+        return bool(self.finish_reason or self.error or self.handle)

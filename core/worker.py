@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from core.kv import KVLayout
 from core.prefix import BlockHash
+
+Progress = Callable[[str, float], None]
+"""What a starting worker does and how far it is, 0 to 1. May be called from any thread."""
 
 
 class WorkerRole(StrEnum):
@@ -14,6 +18,11 @@ class WorkerRole(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+def endpoint(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from core.errors import ContextLengthError, StaleHandleError
 from core.kv import KVHandle
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
+from kv_transfer.receiver import PullDone
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class Arrival:
     """Leading blocks found in this worker's prefix cache: shared, not pulled."""
     admitted: float = 0.0
     pulled: float = 0.0
+    done: PullDone | None = None
+    """Set when its KV has arrived."""
 
     @property
     def pulled_block_ids(self) -> list[int]:

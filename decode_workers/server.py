@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from core.config import WorkerConfig
-from core.worker import WorkerId, WorkerInfo
+from core.worker import WorkerId, WorkerInfo, endpoint
 from decode_workers.peer_client import GrpcPeerClient
 from decode_workers.worker import DecodeWorker
 from engine.block_pool import BlockPool
@@ -30,9 +30,16 @@ class DecodeServer:
         self._progress = progress
 
     async def start(self) -> WorkerInfo:
-        """Raises ConfigError for a bad model, shape or a taken port."""
-        config = self._config
+        """Raises ConfigError for a bad model, shape or a taken port, and leaves nothing behind."""
         self._server = WorkerServer()
+        try:
+            return await self._start()
+        except BaseException:
+            await self._server.stop(0)
+            raise
+
+    async def _start(self) -> WorkerInfo:
+        config = self._config
         port = self._server.bind(config.host, config.port)
         self.executor = LocalExecutor(await asyncio.to_thread(self._load))
         self.pool = BlockPool.for_cache(self.executor.num_blocks, config.engine.cache)
@@ -44,7 +51,7 @@ class DecodeServer:
             transports=DistributedTransports(config.transfer.backend),
             peers=lambda address: GrpcPeerClient(address, config.transfer.timeout_s),
             clock=time.monotonic,
-            wake=lambda: self._server.loop.wake(),
+            wake=lambda: self._server.step_loop.wake(),
         )
         self.worker = DecodeWorker(
             config.engine, self.executor, self.pool, self.receiver, time.monotonic
@@ -53,7 +60,7 @@ class DecodeServer:
             config,
             self.executor,
             worker_id=WorkerId(name=config.name, incarnation=secrets.token_hex(8)),
-            address=f"{config.advertise_host or config.host}:{port}",
+            address=endpoint(config.advertise_host or config.host, port),
             max_model_len=self.worker.max_model_len,
         )
         await self._server.start(self.worker, self.info)

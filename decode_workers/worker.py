@@ -10,25 +10,30 @@ import logging
 from collections.abc import Callable
 
 from core.config import EngineConfig
-from core.errors import InternalError, InvalidRequestError, PreemptedError, TwostrokeError
+from core.errors import (
+    HandshakeRefusedError,
+    InternalError,
+    InvalidRequestError,
+    PreemptedError,
+    TwostrokeError,
+)
 from core.kv import KVHandle
 from core.lifetime import DecodeTimes
 from core.prefix import hash_root
-from core.request import GenerateRequest, SequenceOutput
+from core.request import GenerateRequest, RequestKey, SequenceOutput
 from core.worker import WorkerReport
 from decode_workers.admission import Admission, Arrival
 from engine.batch import Batch
 from engine.block_pool import BlockPool
-from engine.executor import Executor
+from engine.executor import Executor, longest_sequence
 from engine.reporter import Reporter
 from engine.scheduler import DecodeScheduler
 from engine.sequence import Sequence
+from kv_transfer.plan import check_compatible
 from kv_transfer.receiver import KVReceiver, PullDone
 from protocol.worker_server import StepResult
 
 logger = logging.getLogger(__name__)
-
-Key = tuple[str, int]
 
 
 class DecodeWorker:
@@ -44,13 +49,12 @@ class DecodeWorker:
         self._pool = pool
         self._receiver = receiver
         self._clock = clock
-        # A sequence alone can always reach this length, so preemption never starves it.
-        self.max_model_len = min(executor.max_model_len, pool.num_blocks * pool.block_size)
+        self.max_model_len = longest_sequence(executor)
         self._admission = Admission(pool, config.scheduler.max_num_seqs, self.max_model_len)
-        self._pulling: dict[Key, Arrival] = {}
-        self._aborted: dict[Key, Arrival] = {}
+        self._pulling: dict[RequestKey, Arrival] = {}
+        self._aborted: dict[RequestKey, Arrival] = {}
         """Aborted while a transfer writes: quarantined until the transfer has ended."""
-        self._arrivals: dict[Key, Arrival] = {}
+        self._arrivals: dict[RequestKey, Arrival] = {}
         """Of running sequences, for their DecodeTimes."""
         self._scheduler = DecodeScheduler(config.scheduler, pool, self.max_model_len)
         self._reporter = Reporter(pool)
@@ -78,6 +82,10 @@ class DecodeWorker:
             raise InvalidRequestError("a decode worker needs a KV handle", param="handle")
         try:
             request.check(self._executor.model_config.vocab_size)
+            self._check_new(request.key)
+            reason = check_compatible(handle.layout, self._executor.layout)
+            if reason is not None:
+                raise HandshakeRefusedError(reason)
             root = hash_root(model=self._executor.layout.model, salt=request.cache_salt)
             sequence = Sequence(request, root, now=self._clock())
             self._admission.add(Arrival(sequence=sequence, handle=handle))
@@ -85,6 +93,12 @@ class DecodeWorker:
             self._receiver.release(handle, f"refused: {error.code}")
             raise
         self._receiver.hold(handle)
+
+    def _check_new(self, key: RequestKey) -> None:
+        """A transfer reports by this key: a second one of the same would be taken for the first."""
+        waiting = any(arrival.sequence.key == key for arrival in self._admission.waiting)
+        if waiting or key in self._pulling or key in self._aborted or key in self._arrivals:
+            raise InvalidRequestError("this attempt is already here", param="request_id")
 
     def abort(self, request_id: str, attempt: int) -> None:
         """Blocks are free at once, but those a transfer writes into only when it has ended."""
@@ -102,7 +116,7 @@ class DecodeWorker:
         return self._reporter.report(
             num_waiting=len(self._admission.waiting) + len(self._pulling),
             num_running=len(self._scheduler.running),
-            num_queued_tokens=sum(a.handle.num_tokens for a in self._admission.waiting),
+            num_queued_tokens=0,  # what waits here is computed already
         )
 
     def snapshot(self) -> WorkerReport:
@@ -135,9 +149,9 @@ class DecodeWorker:
 
     def _start(self, arrival: Arrival, done: PullDone) -> None:
         """The KV is complete and verified: only now may others find it."""
-        del done
         sequence = arrival.sequence
-        arrival.pulled = sequence.started = self._clock()
+        arrival.done = done
+        arrival.pulled = self._clock()
         sequence.num_computed_tokens = arrival.handle.num_tokens
         sequence.num_cached_tokens = arrival.handle.num_tokens
         sequence.cache_full_blocks(self._pool)
@@ -159,30 +173,29 @@ class DecodeWorker:
 
     def _output(self, sequence: Sequence) -> SequenceOutput:
         request_id, attempt = sequence.key
-        times = None
-        if sequence.finish_reason is not None:
-            times = self._times(self._arrivals.pop(sequence.key))
+        times = self._times(self._arrivals.pop(sequence.key)) if sequence.ended else None
         return SequenceOutput(
             request_id=request_id,
             attempt=attempt,
-            token_ids=(sequence.token_ids[-1],),
+            token_ids=() if sequence.error else (sequence.token_ids[-1],),
             finish_reason=sequence.finish_reason,
+            error=sequence.error,
             decode_times=times,
         )
 
     def _times(self, arrival: Arrival) -> DecodeTimes:
-        sequence, handle = arrival.sequence, arrival.handle
-        num_pulled = len(handle.blocks) - arrival.num_local_blocks
+        sequence, done = arrival.sequence, arrival.done
+        assert done is not None, "it decoded, so its KV had come"
         return DecodeTimes(
             queue_s=arrival.admitted - sequence.arrived,
             transfer_s=arrival.pulled - arrival.admitted,
             decode_s=self._clock() - arrival.pulled,
             num_cached_blocks=arrival.num_local_blocks,
-            num_pulled_blocks=num_pulled,
-            num_pulled_bytes=num_pulled * handle.layout.bytes_per_block,
+            num_pulled_blocks=done.num_blocks,
+            num_pulled_bytes=done.num_bytes,
             num_steps=sequence.num_steps,
         )
 
 
-def _error(key: Key, error: TwostrokeError) -> SequenceOutput:
+def _error(key: RequestKey, error: TwostrokeError) -> SequenceOutput:
     return SequenceOutput(request_id=key[0], attempt=key[1], error=error)

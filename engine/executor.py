@@ -27,8 +27,8 @@ class Executor(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def execute(self, batch: Batch) -> tuple[int, ...]:
-        """One token per sequence of the batch that wants one, in order."""
+    def execute(self, batch: Batch) -> tuple[int | None, ...]:
+        """One token per sequence of the batch that wants one, in order; None where it failed."""
         ...
 
 
@@ -43,5 +43,10 @@ class LocalExecutor:
         self.num_blocks = runner.kv_cache.num_blocks
         self.max_model_len = runner.max_model_len
 
-    def execute(self, batch: Batch) -> tuple[int, ...]:
+    def execute(self, batch: Batch) -> tuple[int | None, ...]:
         return self._runner.execute(batch)
+
+
+def longest_sequence(executor: Executor) -> int:
+    """Tokens at most: alone it fits into the pool, so preemption never starves a sequence."""
+    return min(executor.max_model_len, executor.num_blocks * executor.layout.block_size)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.config import EngineConfig
-from core.errors import ContextLengthError
+from core.errors import ContextLengthError, TwostrokeError
 from core.prefix import hash_root
 from core.request import FinishReason, GenerateRequest, TokenChunk
 from engine.batch import Batch
 from engine.block_pool import BlockPool
-from engine.executor import Executor, LocalExecutor
+from engine.executor import Executor, LocalExecutor, longest_sequence
 from engine.model_runner import ModelRunner
 from engine.scheduler import DecodeScheduler, PrefillScheduler
 from engine.sequence import Sequence as EngineSequence
@@ -27,6 +27,8 @@ class StepOutput:
 
     request_id: str
     chunk: TokenChunk
+    error: TwostrokeError | None = None
+    """Set: the request failed alone, without a token in this step."""
 
 
 class LLMEngine:
@@ -35,10 +37,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._executor = executor
         self.pool = BlockPool.for_cache(executor.num_blocks, config.cache)
-        # A sequence alone can always reach this length, so preemption never starves it.
-        self.max_model_len = min(
-            executor.max_model_len, executor.num_blocks * config.cache.block_size
-        )
+        self.max_model_len = longest_sequence(executor)
         self._prefill = PrefillScheduler(config.scheduler, self.pool, self.max_model_len)
         self._decode = DecodeScheduler(config.scheduler, self.pool, self.max_model_len)
 
@@ -69,10 +68,10 @@ class LLMEngine:
         return [_output(sequence) for sequence in stepped]
 
     def _hand_on(self, sequence: EngineSequence) -> None:
-        if sequence.finish_reason is None:
-            self._decode.add(sequence)
-        else:
+        if sequence.ended:
             sequence.release(self.pool)
+        else:
+            self._decode.add(sequence)
 
     def add_request(self, request: GenerateRequest) -> None:
         """Raises InvalidRequestError, ContextLengthError when the prompt leaves no room."""
@@ -96,13 +95,16 @@ class LLMEngine:
         return bool(self._decode.running) or not self._prefill.idle
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[TokenChunk]:
-        """Run all requests to their end; one chunk each, in the order of `requests`."""
+        """Run all requests to their end; one chunk each, in the order of `requests`. Raises the
+        first error any of them ends with."""
         tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
         reasons: dict[str, FinishReason | None] = {}
         for request in requests:
             self.add_request(request)
         while self.has_unfinished_requests:
             for output in self.step():
+                if output.error is not None:
+                    raise output.error
                 tokens[output.request_id] += output.chunk.token_ids
                 reasons[output.request_id] = output.chunk.finish_reason
         return [
@@ -112,5 +114,6 @@ class LLMEngine:
 
 
 def _output(sequence: EngineSequence) -> StepOutput:
-    chunk = TokenChunk(token_ids=(sequence.token_ids[-1],), finish_reason=sequence.finish_reason)
-    return StepOutput(request_id=sequence.request.request_id, chunk=chunk)
+    token_ids = () if sequence.error else (sequence.token_ids[-1],)
+    chunk = TokenChunk(token_ids=token_ids, finish_reason=sequence.finish_reason)
+    return StepOutput(request_id=sequence.request.request_id, chunk=chunk, error=sequence.error)

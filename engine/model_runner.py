@@ -17,7 +17,7 @@ from engine.batch import Batch, build_inputs
 from engine.kernels import plan_attention
 from engine.kv_cache import KVCache
 from engine.models.registry import build_model
-from engine.sampler import sample
+from engine.sampler import NO_TOKEN, sample
 from engine.weights.loader import Progress, load_weights, open_checkpoint
 from parallel.groups import Group, Placement, SingleRank
 from parallel.partition import kv_head_range
@@ -49,12 +49,14 @@ class ModelRunner:
         layout = _kv_layout(config, self.model_config, group)
         self.kv_cache = KVCache(layout, config.cache, device=self._device)
 
-    def execute(self, batch: Batch) -> tuple[int, ...]:
-        """Run the step; one token per sequence whose `sample` is not None, in order."""
+    def execute(self, batch: Batch) -> tuple[int | None, ...]:
+        """Run the step; one token per sequence whose `sample` is not None, in order. None where
+        the model gave no number to choose by: that sequence alone has failed."""
         specs = [s.sample for s in batch.sequences if s.sample is not None]
         logits = self.logits(batch)
         with torch.inference_mode():
-            return tuple(sample(logits, specs).tolist())
+            token_ids = sample(logits, specs).tolist()
+        return tuple(None if token_id == NO_TOKEN else token_id for token_id in token_ids)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:

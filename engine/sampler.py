@@ -14,9 +14,9 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from core.errors import InternalError
 from engine.batch import SampleSpec
 
+NO_TOKEN = -1
 NUM_CANDIDATES = 1024
 """Tokens looked at first for top_p; only a flatter distribution needs the whole sort."""
 
@@ -24,13 +24,14 @@ NUM_CANDIDATES = 1024
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     """logits [num_rows, vocab_size] float, one spec per row -> token ids [num_rows] int64.
 
-    Raises InternalError when a row has no finite maximum: any token would be a wrong one.
+    NO_TOKEN where a row has no finite maximum: any token would be a wrong one.
     """
     assert len(logits) == len(specs), f"{len(logits)} rows for {len(specs)} specs"
     token_ids = logits.argmax(dim=-1)  # the first, so the lowest id, of equal maxima; or a NaN
-    if not bool(logits.gather(1, token_ids.unsqueeze(-1)).isfinite().all()):
-        raise InternalError("the model's logits are not finite")
-    rows = [row for row, spec in enumerate(specs) if not spec.sampling.greedy]
+    finite = logits.gather(1, token_ids.unsqueeze(-1)).isfinite().squeeze(-1)
+    token_ids[~finite] = NO_TOKEN
+    random = [not spec.sampling.greedy for spec in specs]
+    rows = [row for row, ok in enumerate(finite.tolist()) if ok and random[row]]
     if rows:
         token_ids[rows] = _sample_random(logits[rows], [specs[row] for row in rows])
     return token_ids

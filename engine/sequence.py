@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from core.errors import InternalError, TwostrokeError
 from core.prefix import BlockHash, hash_block
-from core.request import FinishReason, GenerateRequest
+from core.request import FinishReason, GenerateRequest, RequestKey
 from engine.batch import SampleSpec, ScheduledSequence
 from engine.block_pool import BlockPool
 
@@ -20,6 +21,7 @@ class Sequence:
         "arrived",
         "block_hashes",
         "block_ids",
+        "error",
         "finish_reason",
         "first_scheduled",
         "num_cached_tokens",
@@ -28,7 +30,6 @@ class Sequence:
         "num_steps",
         "request",
         "root",
-        "started",
         "token_ids",
     )
 
@@ -45,15 +46,15 @@ class Sequence:
         self.num_hashed_blocks = 0
         """Leading blocks already offered to the prefix cache."""
         self.finish_reason: FinishReason | None = None
+        self.error: TwostrokeError | None = None
+        """Set instead of a token when the model gave none; the sequence has ended."""
         self.arrived = now
         self.first_scheduled: float | None = None
-        self.started: float = now
-        """Decode: when its KV was complete."""
         self.num_steps = 0
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.request.request_id, self.request.attempt
+    def key(self) -> RequestKey:
+        return self.request.key
 
     @property
     def num_output_tokens(self) -> int:
@@ -101,8 +102,15 @@ class Sequence:
             else None,
         )
 
-    def append(self, token_id: int, max_model_len: int) -> None:
-        """Take a sampled token and decide whether it is the last."""
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    def take(self, token_id: int | None, max_model_len: int) -> None:
+        """Append a sampled token and decide whether it is the last."""
+        if token_id is None:
+            self.error = InternalError("the model's logits are not finite")
+            return
         self.token_ids.append(token_id)
         self.finish_reason = self.request.stop_reason(token_id, self.num_output_tokens)
         if self.finish_reason is None and len(self.token_ids) >= max_model_len:

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 SENDER, RECEIVER = 0, 1
 _TAG, _ABORT_TAG = 0, 1
 _AT_ONCE = timedelta(milliseconds=1)
+_GLOO_CONNECTS = 5
+"""gloo tries this often to reach a peer that died between the store and the pair, each time for the
+group's whole timeout."""
 
 
 class _Recv:
@@ -106,17 +109,24 @@ def _failed(error: RuntimeError) -> TransferError:
 
 
 def _new_group(backend: str, store: Store, rank: int, host: str, timeout_s: float) -> Any:
-    """Blocks until both ranks are here."""
-    timeout = timedelta(seconds=max(timeout_s, 0.001))
+    """Blocks until both ranks are here, for at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    store.set(f"rank {rank}", "is here")
+    store.wait([f"rank {1 - rank}"], _seconds(timeout_s))
+    left = deadline - time.monotonic()
     if backend == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
+        nccl._timeout = _seconds(left)
         return dist.ProcessGroupNCCL(store, rank, 2, nccl)
     gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = timeout
+    gloo._timeout = _seconds(left / _GLOO_CONNECTS)
     gloo._threads = 1
     gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
     return ProcessGroupGloo(store, rank, 2, gloo)
+
+
+def _seconds(left: float) -> timedelta:
+    return timedelta(seconds=max(left, 0.001))
 
 
 class _Listener:
@@ -141,7 +151,7 @@ class _Listener:
         store = self._store
         assert store is not None, "accept after close"
         try:
-            store.set_timeout(timedelta(seconds=max(timeout_s, 0.001)))
+            store.set_timeout(_seconds(timeout_s))
             group = _new_group(self._backend, store, RECEIVER, self._host, timeout_s)
         except RuntimeError as error:
             raise _failed(error) from None

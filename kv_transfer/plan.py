@@ -11,9 +11,8 @@ from core.kv import KVLayout
 
 def check_compatible(src: KVLayout, dst: KVLayout) -> str | None:
     """Why blocks of `src` cannot become blocks of `dst`, with both values; None when they can."""
-    if src.fingerprint() == dst.fingerprint():
-        return None
-    return f"KV layouts differ: {src.difference(dst)}"
+    difference = src.difference(dst)
+    return difference and f"KV layouts differ: {difference}"
 
 
 def plan_messages(num_blocks: int, bytes_per_block: int, max_message_bytes: int) -> list[range]:

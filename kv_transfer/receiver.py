@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
 """A peer without jobs and leases for this long is dropped, with its threads and its channel."""
+MIN_RENEWAL_S = 0.02
+"""Between two renewals, whatever a handle says of its lease."""
 SETUP_S = 10.0
 """How long the owner may take to join a channel once it has said that it will."""
 REFUSAL_GRACE_S = 2.0
@@ -73,6 +75,8 @@ class _Job:
     handle: KVHandle
     first_block: int
     block_ids: tuple[int, ...]
+    bytes_per_block: int
+    """Of the receiver's own layout: what a handle says is not to be trusted."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -86,7 +90,7 @@ class _Job:
             attempt=self.handle.attempt,
             error=error,
             num_blocks=num_blocks,
-            num_bytes=num_blocks * self.handle.layout.bytes_per_block,
+            num_bytes=num_blocks * self.bytes_per_block,
             seconds=seconds,
         )
 
@@ -135,7 +139,12 @@ class KVReceiver:
     def start(self, handle: KVHandle, first_block: int, block_ids: Sequence[int]) -> None:
         """Pull handle.blocks[first_block:] into `block_ids`; nothing left to pull only releases."""
         assert first_block + len(block_ids) == len(handle.blocks), (first_block, len(block_ids))
-        job = _Job(handle=handle, first_block=first_block, block_ids=tuple(block_ids))
+        job = _Job(
+            handle=handle,
+            first_block=first_block,
+            block_ids=tuple(block_ids),
+            bytes_per_block=self.layout.bytes_per_block,
+        )
         with self._lock:
             if (peer := self._peer(handle)) is not None:
                 peer.submit(job)
@@ -197,7 +206,7 @@ class _Peer:
         self._receiver = receiver
         self._client = client
         self._incarnation = handle.incarnation
-        self._renewal_s = min(receiver.config.lease_s, handle.lease_s) / 3
+        self._renewal_s = max(MIN_RENEWAL_S, min(receiver.config.lease_s, handle.lease_s) / 3)
         self._state = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._held: set[str] = set()

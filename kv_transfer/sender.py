@@ -28,8 +28,8 @@ from kv_transfer.transport import Transport, TransportFactory, bare
 
 logger = logging.getLogger(__name__)
 
-CHANNEL_IDLE_S = 300.0
-"""A channel unused for this long is closed; the receiver builds another when it needs one."""
+CHANNEL_IDLE_S = 90.0
+"""A channel unused for this long is closed: its reader, if alive, has let go of it before that."""
 
 
 @dataclass(slots=True)

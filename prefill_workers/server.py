@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from core.config import WorkerConfig
-from core.worker import WorkerId, WorkerInfo
+from core.worker import WorkerId, WorkerInfo, endpoint
 from engine.block_pool import BlockPool
 from engine.executor import LocalExecutor
 from engine.model_runner import ModelRunner
@@ -31,11 +31,18 @@ class PrefillServer:
         self._progress = progress
 
     async def start(self) -> WorkerInfo:
-        """Raises ConfigError for a bad model, shape or a taken port."""
-        config = self._config
+        """Raises ConfigError for a bad model, shape or a taken port, and leaves nothing behind."""
         self._server = WorkerServer()
+        try:
+            return await self._start()
+        except BaseException:
+            await self._server.stop(0)
+            raise
+
+    async def _start(self) -> WorkerInfo:
+        config = self._config
         port = self._server.bind(config.host, config.port)
-        address = f"{config.advertise_host or config.host}:{port}"
+        address = endpoint(config.advertise_host or config.host, port)
         self.executor = LocalExecutor(await asyncio.to_thread(self._load))
         self.pool = BlockPool.for_cache(self.executor.num_blocks, config.engine.cache)
         worker_id = WorkerId(name=config.name, incarnation=secrets.token_hex(8))

@@ -56,7 +56,7 @@ class KVPeerServicer(worker_pb2_grpc.KVPeerServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
         for handle_id in request.handle_ids:
-            self._sender.release(handle_id)
+            self._sender.release(handle_id, request.reason)
         return pb.ReleaseReply()
 
     async def _blocking(self, call: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from core.request import GenerateRequest, SequenceOutput
 from core.worker import WorkerReport
 from engine.batch import Batch, ScheduledSequence
 from engine.block_pool import BlockPool
-from engine.executor import Executor
+from engine.executor import Executor, longest_sequence
 from engine.reporter import Reporter
 from engine.scheduler import PrefillScheduler
 from engine.sequence import Sequence
@@ -41,8 +41,7 @@ class PrefillWorker:
         self._pool = pool
         self._sender = sender
         self._clock = clock
-        # A sequence alone can always reach this length, so preemption never starves it.
-        self.max_model_len = min(executor.max_model_len, pool.num_blocks * pool.block_size)
+        self.max_model_len = longest_sequence(executor)
         self._scheduler = PrefillScheduler(config.scheduler, pool, self.max_model_len)
         self._reporter = Reporter(pool)
 
@@ -65,11 +64,6 @@ class PrefillWorker:
         if handle is not None:
             raise InvalidRequestError("a prefill worker takes no KV handle", param="handle")
         request.check(self._executor.model_config.vocab_size)
-        if self._pool.num_blocks_for(len(request.token_ids)) > self._pool.num_blocks:
-            raise ContextLengthError(
-                f"{len(request.token_ids)} tokens need more than this worker's KV pool of "
-                f"{self._pool.num_blocks} blocks of {self._pool.block_size}"
-            )
         if len(request.token_ids) >= self.max_model_len:
             raise ContextLengthError(
                 f"{len(request.token_ids)} tokens leave no room in a context of "
@@ -97,16 +91,15 @@ class PrefillWorker:
 
     def _hand_over(self, sequence: Sequence) -> SequenceOutput:
         request = sequence.request
-        handle = None
-        if sequence.finish_reason is None:
-            handle = self._lease(sequence)
+        handle = None if sequence.ended else self._lease(sequence)
         times = self._times(sequence)
         sequence.release(self._pool)
         return SequenceOutput(
             request_id=request.request_id,
             attempt=request.attempt,
-            token_ids=(sequence.token_ids[-1],),
+            token_ids=() if sequence.error else (sequence.token_ids[-1],),
             finish_reason=sequence.finish_reason,
+            error=sequence.error,
             handle=handle,
             prefill_times=times,
         )
@@ -135,6 +128,7 @@ class PrefillWorker:
     def _end_leases(self, now: float) -> None:
         for lease in self._sender.poll(now):
             self._pool.end_lease(lease.block_ids)
+            logger.debug("lease %s ended: %s", lease.handle_id, lease.reason)
 
     def _fail(self, shares: list[ScheduledSequence], error: Exception) -> list[SequenceOutput]:
         """The step's sequences end with an error and the worker goes on."""

@@ -7,19 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-import grpc
-
-from core.errors import (
-    AbortedError,
-    ConfigError,
-    DeadlineExceededError,
-    InvalidRequestError,
-    ModelNotFoundError,
-    OverloadedError,
-    RetryableError,
-    TwostrokeError,
-    error_from_code,
-)
+from core.errors import InvalidRequestError, TwostrokeError, error_from_code
 from core.kv import BlockRef, ChannelOffer, KVHandle, KVLayout, PullRequest
 from core.lifetime import DecodeTimes, PrefillTimes
 from core.prefix import BlockHash
@@ -27,24 +15,6 @@ from core.request import FinishReason, GenerateRequest, SequenceOutput
 from core.sampling_params import SamplingParams
 from core.worker import WorkerId, WorkerInfo, WorkerReport, WorkerRole
 from protocol import worker_pb2 as pb
-
-# The first class that matches wins, so children stand before their parents.
-_GRPC_STATUS: tuple[tuple[type[TwostrokeError], grpc.StatusCode], ...] = (
-    (ModelNotFoundError, grpc.StatusCode.NOT_FOUND),
-    (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
-    (OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (DeadlineExceededError, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (AbortedError, grpc.StatusCode.CANCELLED),
-    (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
-    (RetryableError, grpc.StatusCode.UNAVAILABLE),
-)
-
-
-def grpc_status(error: TwostrokeError) -> grpc.StatusCode:
-    for kind, status in _GRPC_STATUS:
-        if isinstance(error, kind):
-            return status
-    return grpc.StatusCode.INTERNAL
 
 
 def error_to_proto(error: TwostrokeError) -> pb.Error:

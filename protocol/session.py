@@ -7,7 +7,6 @@ each step produced; the hub sends every router its own sequences, one message pe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
@@ -15,9 +14,9 @@ from typing import Protocol
 
 import grpc
 
-from core.errors import TwostrokeError
+from core.errors import InvalidRequestError, TwostrokeError
 from core.kv import KVHandle
-from core.request import GenerateRequest, SequenceOutput
+from core.request import GenerateRequest, RequestKey, SequenceOutput
 from core.worker import WorkerInfo, WorkerReport
 from protocol import worker_pb2 as pb
 from protocol import worker_pb2_grpc
@@ -33,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES = 10_000
 """A router that reads slower than this many steps is cut off; its requests are aborted."""
-
-Key = tuple[str, int]
-"""(request_id, attempt)"""
 
 
 class FrontEnd(Protocol):
@@ -53,7 +49,7 @@ class _Session:
     """One connected router: what it asked for, and the messages it has not been sent yet."""
 
     def __init__(self) -> None:
-        self.keys: set[Key] = set()
+        self.keys: set[RequestKey] = set()
         self.outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self.fresh = True
         """No snapshot sent yet; increments would mean nothing to it."""
@@ -79,8 +75,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         self._info = info
         self._loop = asyncio.get_running_loop()
         self._sessions: set[_Session] = set()
-        self._owner: dict[Key, _Session] = {}
-        self.num_unknown_outputs = 0
+        self._owner: dict[RequestKey, _Session] = {}
 
     async def Session(
         self,
@@ -98,9 +93,8 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         finally:
             self._sessions.discard(session)
             reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
             self._abandon(session)
+            await asyncio.wait([reader])
 
     async def _read(
         self, session: _Session, request_iterator: AsyncIterator[pb.RouterMessage]
@@ -116,10 +110,29 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         if kind == "submit":
             self._submit(session, message.submit)
         elif kind == "abort":
-            self._front_end.abort(message.abort.request_id, message.abort.attempt)
+            self._abort(session, (message.abort.request_id, message.abort.attempt))
+        elif kind == "hello":
+            logger.info("router %s is connected", message.hello.router_id)
+
+    def _abort(self, session: _Session, key: RequestKey) -> None:
+        """An aborted sequence says nothing more. One that nobody owns may have been handed over:
+        then its lease ends."""
+        owner = self._owner.get(key)
+        if owner is session:
+            self._disown(session, key)
+        if owner is None or owner is session:
+            self._front_end.abort(*key)
+
+    def _disown(self, session: _Session, key: RequestKey) -> None:
+        session.keys.discard(key)
+        del self._owner[key]
 
     def _submit(self, session: _Session, submit: pb.Submit) -> None:
         key = (submit.request.request_id, submit.request.attempt)
+        if key in self._owner:  # its owner keeps it
+            error = InvalidRequestError("this attempt is already here", param="request_id")
+            _send(session, [SequenceOutput(request_id=key[0], attempt=key[1], error=error)])
+            return
         session.keys.add(key)
         self._owner[key] = session
         try:
@@ -142,18 +155,14 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
     def _deliver(self, outputs: tuple[SequenceOutput, ...]) -> None:
         by_session: defaultdict[_Session, list[SequenceOutput]] = defaultdict(list)
         for output in outputs:
-            key = (output.request_id, output.attempt)
-            session = self._owner.get(key)
-            if session is None:
-                self.num_unknown_outputs += 1
+            session = self._owner.get(output.key)
+            if session is None:  # aborted while the step ran
                 continue
             by_session[session].append(output)
-            if output.finish_reason or output.error or output.handle:
-                session.keys.discard(key)
-                del self._owner[key]
+            if output.is_last:
+                self._disown(session, output.key)
         for session, own in by_session.items():
-            step = pb.StepOutputs(outputs=map(output_to_proto, own))
-            session.send(pb.WorkerMessage(step=step))
+            _send(session, own)
 
     def publish_report(self, report: WorkerReport, *, snapshot: bool) -> None:
         """Tell every router how this worker is doing; fresh ones wait for a snapshot."""
@@ -170,3 +179,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         """End all streams; their requests are aborted as each stream ends."""
         for session in tuple(self._sessions):
             session.close()
+
+
+def _send(session: _Session, outputs: list[SequenceOutput]) -> None:
+    session.send(pb.WorkerMessage(step=pb.StepOutputs(outputs=map(output_to_proto, outputs))))

@@ -30,8 +30,6 @@ class StepLoop:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
-        self.num_steps = 0
-        """Progress counter: a health check that sees it stand still with work queued is right."""
 
     def start(self) -> None:
         self._thread.start()
@@ -57,7 +55,6 @@ class StepLoop:
             while not self._stopping.is_set():
                 self._apply_commands(wait=not worked)
                 worked = self._step()
-                self.num_steps += worked
         except BaseException as error:
             logger.exception("the step loop died")
             self._on_failure(error)

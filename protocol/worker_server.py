@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 import grpc
 
-from core.errors import ConfigError, InternalError, TwostrokeError
+from core.errors import ConfigError, InternalError, ModelNotFoundError, TwostrokeError
 from core.kv import KVHandle
 from core.request import GenerateRequest, SequenceOutput
-from core.worker import WorkerInfo, WorkerReport
+from core.worker import WorkerInfo, WorkerReport, endpoint
 from protocol import worker_pb2_grpc
 from protocol.session import SessionHub
 from protocol.step_loop import StepLoop
@@ -67,22 +67,24 @@ class WorkerServer:
         self.server = grpc.aio.server(options=limits)
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._event_loop = asyncio.get_running_loop()
+        self.step_loop = StepLoop(self._step, self._on_failure)
+        self.hub: SessionHub | None = None
         self._next_report = 0.0
         self._was_busy = False
 
     def bind(self, host: str, port: int) -> int:
         """The port that was taken. Raises ConfigError when it cannot be had."""
         try:
-            return self.server.add_insecure_port(f"{host}:{port}")
+            return self.server.add_insecure_port(endpoint(host, port))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
 
     async def start(self, worker: StepWorker, info: WorkerInfo) -> None:
         self._worker = worker
+        self._info = info
         self.hub = SessionHub(self, info)
         worker_pb2_grpc.add_WorkerServicer_to_server(self.hub, self.server)
-        self.loop = StepLoop(self._step, self._on_failure)
-        self.loop.start()
+        self.step_loop.start()
         await self.server.start()
 
     async def wait(self) -> None:
@@ -90,42 +92,56 @@ class WorkerServer:
         await asyncio.shield(self._died)
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        self.hub.close()
+        """Works after a failed start too: then it gives the port back."""
+        if self.hub is not None:
+            self.hub.close()
+        else:  # gRPC keeps the port of a server that was never started
+            await self.server.start()
         await self.server.stop(grace_s)
-        await asyncio.to_thread(self.loop.stop)
+        await asyncio.to_thread(self.step_loop.stop)
         if not self._died.done():
             self._died.set_result(None)
 
     # FrontEnd, called by the hub: everything moves to the step thread.
 
     def submit(self, request: GenerateRequest, handle: KVHandle | None) -> None:
-        self.loop.post(lambda: self._submit(request, handle))
+        self.step_loop.post(lambda: self._submit(request, handle))
 
     def abort(self, request_id: str, attempt: int) -> None:
-        self.loop.post(lambda: self._worker.abort(request_id, attempt))
+        self.step_loop.post(lambda: self._worker.abort(request_id, attempt))
 
     def request_snapshot(self) -> None:
-        self.loop.post(self._send_snapshot)
+        self.step_loop.post(self._send_snapshot)
 
     # On the step thread.
 
     def _submit(self, request: GenerateRequest, handle: KVHandle | None) -> None:
         try:
+            if request.model != self._info.model:
+                raise ModelNotFoundError(f"this worker serves {self._info.model!r}", param="model")
             self._worker.submit(request, handle)
         except TwostrokeError as error:
             refusal = SequenceOutput(
                 request_id=request.request_id, attempt=request.attempt, error=error
             )
-            self.hub.publish((refusal,))
+            self._publish([refusal])
+
+    def _publish(self, outputs: list[SequenceOutput]) -> None:
+        assert self.hub is not None, "outputs before start"
+        self.hub.publish(outputs)
+
+    def _publish_report(self, report: WorkerReport, *, snapshot: bool = False) -> None:
+        assert self.hub is not None, "a report before start"
+        self.hub.publish_report(report, snapshot=snapshot)
 
     def _send_snapshot(self) -> None:
-        self.hub.publish_report(self._worker.report(), snapshot=False)
-        self.hub.publish_report(self._worker.snapshot(), snapshot=True)
+        self._publish_report(self._worker.report())
+        self._publish_report(self._worker.snapshot(), snapshot=True)
 
     def _step(self) -> bool:
         result = self._worker.step()
         if result.outputs:
-            self.hub.publish(result.outputs)
+            self._publish(result.outputs)
         self._report_when_due(result.worked)
         return result.worked
 
@@ -134,7 +150,7 @@ class WorkerServer:
         became_idle = self._was_busy and not worked
         self._was_busy = worked
         if became_idle or now >= self._next_report:
-            self.hub.publish_report(self._worker.report(), snapshot=False)
+            self._publish_report(self._worker.report())
             self._next_report = now + (REPORT_INTERVAL_S if worked else HEARTBEAT_INTERVAL_S)
         elif worked:
             self._next_report = min(self._next_report, now + REPORT_INTERVAL_S)
@@ -144,6 +160,7 @@ class WorkerServer:
         self._event_loop.call_soon_threadsafe(self._die, error)
 
     def _die(self, error: BaseException) -> None:
-        self.hub.close()
+        if self.hub is not None:
+            self.hub.close()
         if not self._died.done():
             self._died.set_exception(InternalError(f"the step loop died: {error!r}"))

@@ -37,9 +37,8 @@ class PrefillChoice(NamedTuple):
     worker_id: WorkerId
     num_uncached_tokens: int
     """What it is expected to compute."""
-    num_matched_blocks: int
     num_cached_tokens: int
-    """The same in tokens: the prediction that the worker's own count is compared with."""
+    """What it is expected to find in its cache: compared later with the worker's own count."""
 
 
 class Route:
@@ -58,6 +57,7 @@ class Route:
         self._max_attempts = max_attempts
         self._clock = clock
         self._num_failures = 0
+        self._last_error: RetryableError | None = None
         self._dead: set[WorkerId] = set()
         self._avoided: set[WorkerId] = set()
         self._refused: set[tuple[WorkerId, WorkerId]] = set()
@@ -91,9 +91,8 @@ class Route:
         )
         self.prefill = chosen.worker_id
         self._index.expect(chosen.worker_id, self._hashes_for(request, chosen), self._clock())
-        num_blocks = matched.get(chosen.worker_id, 0)
-        uncached = num_uncached_tokens(chosen, num_tokens, num_blocks)
-        return PrefillChoice(chosen.worker_id, uncached, num_blocks, num_tokens - uncached)
+        uncached = num_uncached_tokens(chosen, num_tokens, matched.get(chosen.worker_id, 0))
+        return PrefillChoice(chosen.worker_id, uncached, num_tokens - uncached)
 
     def choose_decode(self, request: GenerateRequest) -> WorkerId:
         """Chosen with fresh load, after prefill. Raises WorkerUnavailableError."""
@@ -114,7 +113,9 @@ class Route:
         """Learn from `error`. Raises it, or what it amounts to, when trying again is no use."""
         where = self.decode or self.prefill
         if where is None:
-            raise error  # there was nobody to try
+            # Nobody is left to try; what went wrong before tells the client more than that.
+            raise self._last_error or error
+        self._last_error = error
         if isinstance(error, WorkerLostError):
             self._dead.add(where)
             if len(self._dead) >= MAX_DEATHS:

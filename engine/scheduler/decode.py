@@ -30,10 +30,6 @@ class DecodeScheduler:
         self.running: list[Sequence] = []
         """Oldest first."""
 
-    @property
-    def num_free_slots(self) -> int:
-        return self._config.max_num_seqs - len(self.running)
-
     def add(self, sequence: Sequence) -> None:
         assert sequence.num_uncomputed_tokens == 1, f"{sequence.key} is not ready to decode"
         self.running.append(sequence)
@@ -66,9 +62,11 @@ class DecodeScheduler:
         sequence.block_ids += new
         return True
 
-    def update(self, shares: list[ScheduledSequence], token_ids: tuple[int, ...]) -> list[Sequence]:
-        """Take the step's tokens, in order. Returns the sequences that got one; those with a finish
-        reason are no longer here and their blocks are free."""
+    def update(
+        self, shares: list[ScheduledSequence], token_ids: tuple[int | None, ...]
+    ) -> list[Sequence]:
+        """Take the step's tokens, in order. Returns the sequences that got one (or an error); those
+        that ended are no longer here and their blocks are free."""
         by_key = {sequence.key: sequence for sequence in self.running}
         stepped: list[Sequence] = []
         for share, token_id in zip(shares, token_ids, strict=True):
@@ -78,11 +76,11 @@ class DecodeScheduler:
             sequence.num_computed_tokens += 1
             sequence.num_steps += 1
             sequence.cache_full_blocks(self._pool)
-            sequence.append(token_id, self._max_model_len)
+            sequence.take(token_id, self._max_model_len)
             stepped.append(sequence)
-            if sequence.finish_reason is not None:
+            if sequence.ended:
                 sequence.release(self._pool)
-        self.running = [s for s in self.running if s.finish_reason is None]
+        self.running = [s for s in self.running if not s.ended]
         return stepped
 
     def abort(self, request_id: str, attempt: int) -> Sequence | None:

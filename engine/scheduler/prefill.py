@@ -87,22 +87,25 @@ class PrefillScheduler:
         sequence.num_hashed_blocks = len(cached)
         return True
 
-    def update(self, shares: list[ScheduledSequence], token_ids: tuple[int, ...]) -> list[Sequence]:
+    def update(
+        self, shares: list[ScheduledSequence], token_ids: tuple[int | None, ...]
+    ) -> list[Sequence]:
         """Take the step's results, in order. Returns the sequences whose prompt is now read, with
-        their next token appended; they are no longer here and keep their blocks."""
+        their next token (or error); they are no longer here and keep their blocks."""
         sampled = iter(token_ids)
         by_key = {sequence.key: sequence for sequence in self.running}
         done: list[Sequence] = []
         for share in shares:
             sequence = by_key.get(share.key)
-            token_id = next(sampled) if share.sample is not None else None
+            wanted = share.sample is not None
+            token_id = next(sampled) if wanted else None
             if sequence is None:  # aborted while the step ran
                 continue
             sequence.num_computed_tokens += len(share.token_ids)
             sequence.num_steps += 1
             sequence.cache_full_blocks(self._pool)
-            if token_id is not None:
-                sequence.append(token_id, self._max_model_len)
+            if wanted:
+                sequence.take(token_id, self._max_model_len)
                 done.append(sequence)
         if done:
             finished = set(map(id, done))

@@ -73,7 +73,7 @@ async def _serve_worker(config: WorkerConfig, pipe) -> None:
 async def _on_step_thread(server, look):
     loop = asyncio.get_running_loop()
     answer = loop.create_future()
-    server._server.loop.post(lambda: loop.call_soon_threadsafe(answer.set_result, look()))
+    server._server.step_loop.post(lambda: loop.call_soon_threadsafe(answer.set_result, look()))
     return await answer
 
 
@@ -151,10 +151,12 @@ class WorkerProcess:
 class Cluster:
     """A router in this process in front of worker processes."""
 
-    def __init__(self, router: RouterServer, workers: list[WorkerProcess]) -> None:
+    def __init__(
+        self, router: RouterServer, workers: list[WorkerProcess], http: httpx.AsyncClient
+    ) -> None:
         self.router = router
         self.workers = workers
-        self.http = httpx.AsyncClient(base_url=router.url, timeout=120)
+        self.http = http
 
     @property
     def url(self) -> str:
@@ -203,7 +205,7 @@ class Cluster:
         return reply.json()["choices"][0]["token_ids"]
 
 
-def worker_config(role, index, model_path, num_blocks, **engine):
+def worker_config(role, index, model_path, num_blocks, *, block_size=16, **engine):
     scheduler = SchedulerConfig(
         max_num_batched_tokens=engine.pop("max_num_batched_tokens", 256),
         max_num_seqs=engine.pop("max_num_seqs", 32),
@@ -214,7 +216,7 @@ def worker_config(role, index, model_path, num_blocks, **engine):
         served_model_name="m",
         engine=EngineConfig(
             model_path=model_path,
-            cache=CacheConfig(block_size=16, num_blocks=num_blocks),
+            cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
             scheduler=scheduler,
             **engine,
         ),
@@ -224,12 +226,22 @@ def worker_config(role, index, model_path, num_blocks, **engine):
 
 @contextlib.asynccontextmanager
 async def run_cluster(
-    model_path, *, num_prefill=1, num_decode=1, num_blocks=256, router=None, **engine
+    model_path,
+    *,
+    num_prefill=1,
+    num_decode=1,
+    num_blocks=256,
+    decode_block_size=16,
+    router=None,
+    **engine,
 ):
     """Start, yield, stop; asserts that no process is left."""
     configs = [
-        worker_config(role, index, model_path, num_blocks, **engine)
-        for role, count in ((WorkerRole.PREFILL, num_prefill), (WorkerRole.DECODE, num_decode))
+        worker_config(role, index, model_path, num_blocks, block_size=block_size, **engine)
+        for role, count, block_size in (
+            (WorkerRole.PREFILL, num_prefill, 16),
+            (WorkerRole.DECODE, num_decode, decode_block_size),
+        )
         for index in range(count)
     ]
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -244,10 +256,10 @@ async def run_cluster(
         server = RouterServer(replace(settings, **(router or {})), load_tokenizer(model_path))
         await server.start()
         await server.set_workers([worker.endpoint for worker in workers])
-        cluster = Cluster(server, workers)
-        await _healthy(cluster)
-        yield cluster
-        await cluster.http.aclose()
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False) as http:
+            cluster = Cluster(server, workers, http)
+            await _healthy(cluster)
+            yield cluster
     finally:
         if server is not None:
             await server.stop()

@@ -57,37 +57,50 @@ BAD = {
 }
 
 
-async def test_replies_chunks_and_errors_are_what_openai_specifies(
-    cluster, openai_schemas, official_schemas
-):
-    """Ours and OpenAI's own schemas, over real workers."""
-
-    def validate(kind, body):
-        openai_schemas(kind, body)
-        official_schemas(kind, body)
-
+async def replies(cluster):
+    """(kind, body) of everything the API says: whole, streamed, lists and errors."""
     for path, body, kind in (
         ("/v1/chat/completions", CHAT, "chat.completion"),
         ("/v1/completions", TEXT, "text_completion"),
     ):
-        validate(kind, (await cluster.http.post(path, json=body)).json())
+        yield kind, (await cluster.http.post(path, json=body)).json()
         options = {"stream": True, "stream_options": {"include_usage": True}}
         reply = await cluster.http.post(path, json={**body, **options})
         events = [line[6:] for line in reply.text.split("\n\n") if line]
         assert events[-1] == "[DONE]"
         chunks = [json.loads(event) for event in events[:-1]]
-        for chunk in chunks:
-            validate("chat.completion.chunk" if "chat" in path else "text_completion.chunk", chunk)
         assert chunks[-1]["choices"] == []
         assert chunks[-1]["usage"]["completion_tokens"] <= 4
         assert len({chunk["id"] for chunk in chunks}) == 1
-    validate("list", (await cluster.http.get("/v1/models")).json())
+        for chunk in chunks:
+            yield f"{kind}.chunk", chunk
+    yield "list", (await cluster.http.get("/v1/models")).json()
     for status, bad in BAD.values():
         content = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
         path = "/v1/chat/completions" if b"messages" in content else "/v1/completions"
         reply = await cluster.http.post(path, content=content)
         assert reply.status_code == status, reply.text
-        validate("error", reply.json())
+        yield "error", reply.json()
+
+
+async def test_replies_chunks_and_errors_have_the_shape_clients_rely_on(cluster, openai_schemas):
+    async for kind, body in replies(cluster):
+        openai_schemas(kind, body)
+
+
+async def test_replies_chunks_and_errors_are_what_openai_specifies(cluster, official_schemas):
+    async for kind, body in replies(cluster):
+        official_schemas(kind, body)
+
+
+async def test_unequal_layouts_are_refused_with_the_reason(cluster_of, tiny_model):
+    async with cluster_of(tiny_model, decode_block_size=32) as cluster:
+        reply = await cluster.http.post("/v1/completions", json=TEXT)
+        assert reply.status_code == 503, reply.text
+        error = reply.json()["error"]
+        assert error["code"] == "handshake_refused"
+        assert "block_size differs: 16" in error["message"]
+        await cluster.until_nothing_is_held(within_s=1)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

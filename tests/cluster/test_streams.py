@@ -91,7 +91,6 @@ async def test_a_pool_too_small_for_all_only_makes_them_wait(
 PHASES = {
     "queued": lambda prefill, decode: prefill.num_waiting == 1,
     "prefill": lambda prefill, decode: prefill.num_running == 1 and prefill.owned > 0,
-    "handed over": lambda prefill, decode: prefill.leased > 0,
     "decode": lambda prefill, decode: decode.num_running == 1,
 }
 
@@ -124,23 +123,40 @@ async def test_client_killed_in_each_phase_frees_everything_within_a_second(
         assert len(await stream_tokens(cluster, [1, 2, 3], 3)) == 3, "and it still serves"
 
 
-async def test_client_killed_while_the_decode_worker_is_frozen(cluster_of, tiny_model):
-    """The KV waits at the prefill worker, nobody pulls; both sides are clean right after."""
+async def until_worker(worker, condition, within_s=5.0):
+    """Wait for one worker's state while another may be frozen."""
+    async with asyncio.timeout(within_s):
+        while not condition(await asyncio.to_thread(worker.pool)):
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("phase", ["handed over", "transfer"])
+async def test_client_killed_between_prefill_and_decode(cluster_of, tiny_model, phase):
+    """Processes are stopped to hold the phase, which takes milliseconds otherwise.
+
+    Handed over: the KV waits at the prefill worker and nobody pulls. Transfer: the decode worker
+    has posted its receive and the prefill worker does not send.
+    """
     async with cluster_of(tiny_model, num_blocks=512) as cluster:
+        prefill, decode = cluster.workers
         assert len(await stream_tokens(cluster, [1, 2, 3], 3)) == 3
-        cluster.decode[0].freeze()
+        decode.freeze()
         task = asyncio.create_task(stream_tokens(cluster, range(200), 50))
-        async with asyncio.timeout(5):
-            while not (await asyncio.to_thread(cluster.prefill[0].pool)).leased:
-                await asyncio.sleep(0.01)
+        await until_worker(prefill, lambda state: state.leased > 0)
+        if phase == "transfer":
+            prefill.freeze()
+            decode.thaw()
+            await until_worker(decode, lambda state: state.num_pulling == 1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(1):
-            while (await asyncio.to_thread(cluster.prefill[0].pool)).num_held:
-                await asyncio.sleep(0.01)
-        cluster.decode[0].thaw()
+        if phase == "handed over":
+            await until_worker(prefill, lambda state: not state.num_held, within_s=1)
+        else:
+            await until_worker(decode, lambda state: state.quarantined == 13, within_s=1)
+        prefill.thaw()
+        decode.thaw()
         await cluster.until_nothing_is_held(within_s=1)
-        assert len(await stream_tokens(cluster, range(200), 5)) == 5
+        assert len(await stream_tokens(cluster, range(200), 5)) == 5, "and it still serves"
 
 
 async def test_abort_storm_leaves_threads_and_blocks_as_they_were(cluster_of, tiny_model):

@@ -82,6 +82,9 @@ def test_empty_file_is_no_error(write):
         ({"request_timeout": "nan"}, {}, "", "--request-timeout: must be a positive number"),
         ({"request_timeout": "soon"}, {}, "", "--request-timeout: 'soon' is not a number"),
         ({"host": ""}, {}, "", "--host: is empty"),
+        ({"device": "gpu"}, {}, "", "--device: 'gpu' is not cpu, cuda or cuda:N"),
+        ({"device": "cuda:x"}, {}, "", "--device: 'cuda:x' is not cpu"),
+        ({}, {"TWOSTROKE_ADVERTISE_HOST": ""}, "", "TWOSTROKE_ADVERTISE_HOST: is empty"),
         ({}, {"TWOSTROKE_KV_MEMORY": "much"}, "", "TWOSTROKE_KV_MEMORY: 'much' is not a size"),
         ({}, {"TWOSTROKE_PROT": "1"}, "", "TWOSTROKE_PROT: there is no such setting (did you"),
         ({}, {"TWOSTROKE_DEBUG": "maybe"}, "", "TWOSTROKE_DEBUG: 'maybe' is not true or false"),
@@ -132,6 +135,14 @@ def test_settings_become_the_cluster_config():
     assert config.engine.cache.block_size == 32
     assert config.router.served_model_name == "m"
     assert config.transfer.backend == "gloo"
+    assert not config.transfer.verify_checksum
+
+
+def test_checksums_can_be_asked_for(write):
+    asked = load(config=write("verify_checksum: yes"))
+    assert cluster_config(asked, MODEL).transfer.verify_checksum
+    worker = worker_config(asked, MODEL, role=WorkerRole.DECODE, name="decode-0")
+    assert worker.transfer.verify_checksum
 
 
 def test_workers_share_the_cores_unless_told():
@@ -141,9 +152,12 @@ def test_workers_share_the_cores_unless_told():
     assert cluster_config(load({"threads": "7"}), MODEL).engine.num_threads == 7
 
 
-def test_cuda_moves_kv_over_nccl():
-    config = cluster_config(load({"device": "cuda"}), MODEL)
-    assert config.transfer.backend == "nccl"
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("cuda:11", "nccl")]
+)
+def test_cuda_moves_kv_over_nccl(device, backend):
+    config = cluster_config(load({"device": device}), MODEL)
+    assert (config.engine.device, config.transfer.backend) == (device, backend)
 
 
 def test_a_worker_by_hand():
@@ -153,11 +167,33 @@ def test_a_worker_by_hand():
         "decode-7", WorkerRole.DECODE, "10.0.0.1", 0,
     )  # fmt: skip
     assert config.served_model_name == "other"
+    assert config.advertise_host == "", "it is dialled where it listens"
+
+
+def by_hand(**settings):
+    return worker_config(load(settings), MODEL, role=WorkerRole.PREFILL, name="prefill-0")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "0:0:0:0:0:0:0:0", "0"])
+def test_a_worker_that_listens_everywhere_must_say_who_it_is(host):
+    with pytest.raises(ConfigError, match="--advertise-host") as caught:
+        by_hand(host=host)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="is no address that others can dial"):
+        by_hand(host=host, advertise_host=host)
+    config = by_hand(host=host, advertise_host="10.0.0.1")
+    assert (config.host, config.advertise_host) == (host.strip("[]"), "10.0.0.1")
+
+
+def test_kubernetes_tells_a_pod_its_address_by_a_variable():
+    env = {"TWOSTROKE_HOST": "::", "TWOSTROKE_ADVERTISE_HOST": "fd00::7"}
+    config = worker_config(load(env=env), MODEL, role=WorkerRole.DECODE, name="decode-0")
+    assert (config.host, config.advertise_host) == ("::", "fd00::7")
 
 
 def test_endpoints():
     assert parse_endpoints(["a:1,b:2", "[::1]:3"], "--decode") == ("a:1", "b:2", "[::1]:3")
-    for bad in ("a", ":1", "a:b", "a:70000"):
+    for bad in ("a", ":1", "a:b", "a:70000", "::1:3", "fd00::7:5001"):
         with pytest.raises(ConfigError, match=r"--decode: .* is not host:port"):
             parse_endpoints([bad], "--decode")
 

@@ -11,6 +11,7 @@ from core.errors import ModelLoadError, WorkerLostError
 from core.kv import KVLayout
 from core.worker import WorkerId, WorkerInfo
 from deploy import controller
+from deploy import supervisor as supervising
 from deploy.controller import Phase
 from deploy.supervisor import Supervisor
 
@@ -120,6 +121,27 @@ async def test_dead_worker_is_reported_at_once_and_comes_back_elsewhere(supervis
     old = {slot.name: slot.address for slot in before.slots}
     new = {slot.name: slot.address for slot in after.slots}
     assert [name for name in new if new[name] != old[name]] == [slot.name]
+
+
+@pytest.mark.parametrize("failure", ["hangs", "raises"])
+async def test_a_stop_that_fails_does_not_hide_why_the_worker_died(
+    supervisor, launcher, monkeypatch, failure
+):
+    monkeypatch.setattr(supervising, "STOP_TIMEOUT_S", 0.02)
+    await until(supervisor, all_ready)
+    worker = launcher.launched[0]
+
+    async def stop():
+        worker.stopped += 1
+        if failure == "raises":
+            raise OSError("cannot stop")
+        await asyncio.Event().wait()
+
+    worker.stop = stop
+    worker.die(WorkerLostError("out of memory"))
+    dead = await until(supervisor, lambda state: len(state.ready) == 2)
+    assert [slot.error for slot in dead.slots if slot.phase is not Phase.READY] == ["out of memory"]
+    assert worker.stopped == 1
 
 
 async def test_bad_model_is_given_up_with_its_reason(config, launcher):

@@ -2,7 +2,6 @@
 
 from typing import get_type_hints
 
-import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -203,20 +202,6 @@ def test_error_codes_are_unique():
 
 def test_unknown_error_code_is_an_internal_error():
     assert type(errors.error_from_code("from_the_future", "m")) is errors.InternalError
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (errors.ModelNotFoundError, grpc.StatusCode.NOT_FOUND),
-        (errors.ContextLengthError, grpc.StatusCode.INVALID_ARGUMENT),
-        (errors.OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (errors.WorkerLostError, grpc.StatusCode.UNAVAILABLE),
-        (errors.InternalError, grpc.StatusCode.INTERNAL),
-    ],
-)
-def test_grpc_status(error, status):
-    assert convert.grpc_status(error("m")) is status
 
 
 @pytest.mark.parametrize(

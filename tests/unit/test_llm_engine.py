@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import ContextLengthError, InvalidRequestError
+from core.errors import ContextLengthError, InternalError, InvalidRequestError
 from core.request import FinishReason
 from engine.llm_engine import LLMEngine
 
@@ -100,6 +100,30 @@ def test_salts_never_share(make_engine, make_request):
     salted = replace(request, cache_salt="tenant")
     engine.generate([salted])
     assert sum(executor.batch_sizes) == 20
+
+
+def test_a_sequence_without_a_number_fails_alone(make_engine, make_request, expected_tokens):
+    engine, executor = make_engine()
+    execute, batches = executor.execute, []
+
+    def poisoned(batch):
+        tokens = execute(batch)
+        batches.append(batch)
+        bad = [s.request_id == "bad" for s in batch.sequences if s.sample is not None]
+        late = len(batches) > 3
+        return tuple(None if late and b else t for b, t in zip(bad, tokens, strict=True))
+
+    executor.execute = poisoned
+    engine.add_request(make_request([1, 2], request_id="bad", max_tokens=9))
+    engine.add_request(make_request([3, 4], request_id="good", max_tokens=9))
+    outputs = []
+    while engine.has_unfinished_requests:
+        outputs += engine.step()
+    errors = [output for output in outputs if output.error]
+    assert [(o.request_id, type(o.error)) for o in errors] == [("bad", InternalError)]
+    good = [t for o in outputs if o.request_id == "good" for t in o.chunk.token_ids]
+    assert tuple(good) == expected_tokens((3, 4), 9)
+    assert_nothing_held(engine)
 
 
 REQUESTS = st.lists(

@@ -78,6 +78,23 @@ def importers(module):
     }
 
 
+def test_every_dependency_is_imported():
+    """What nobody imports is not worth anybody's download."""
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"]
+    named = [*project["dependencies"], *extras["router"], *extras["worker"], *extras["cluster"]]
+    wanted = {re.match(r"[\w-]+", text)[0].lower() for text in named}
+    owners = importlib.metadata.packages_distributions()
+    used = {
+        owner.lower().replace("_", "-")
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*.py")
+        for module in imports(path)
+        for owner in owners.get(module.partition(".")[0], [])
+    }
+    assert wanted - used == set()
+
+
 def test_torch_distributed_is_imported_in_two_places_only():
     found = importers("torch.distributed")
     assert found, "the search itself must work"

@@ -23,6 +23,7 @@ def worker(index: int = 0, role: WorkerRole = WorkerRole.PREFILL, **fields) -> W
         num_free_blocks=100,
         num_seqs=0,
         num_queued_tokens=0,
+        suspect=False,
         num_in_flight=0,
         num_in_flight_tokens=0,
     )
@@ -60,8 +61,14 @@ def test_prefill_choice_has_the_fewest_tokens_before_it_is_done(fleet, num_token
     assert cost(chosen) == min(map(cost, fleet))
 
 
-@given(fleets, st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.booleans())
-def test_excluded_never_avoided_only_when_nobody_else_is_left(fleet, excluded, avoided, decode):
+some = st.sets(st.integers(0, 5))
+
+
+@given(fleets, some, some, some, st.booleans())
+def test_excluded_never_avoided_and_suspects_only_when_nobody_else_is_left(
+    fleet, excluded, avoided, suspects, decode
+):
+    fleet = [replace(w, suspect=i in suspects) for i, w in enumerate(fleet)]
     excluded = {worker(i).worker_id for i in excluded}
     avoided = {worker(i).worker_id for i in avoided}
     choose = choose_decode if decode else choose_prefill
@@ -71,8 +78,9 @@ def test_excluded_never_avoided_only_when_nobody_else_is_left(fleet, excluded, a
             choose(fleet, num_tokens=9, exclude=excluded, avoid=avoided)
         return
     chosen = choose(fleet, num_tokens=9, exclude=excluded, avoid=avoided).worker_id
+    distrusted = avoided | {w.worker_id for w in fleet if w.suspect}
     assert chosen in left
-    assert chosen not in avoided or left <= avoided
+    assert chosen not in distrusted or left <= distrusted
 
 
 @given(st.integers(1, 6), st.integers(1, 200), st.booleans())

@@ -114,8 +114,43 @@ def test_memory_is_bounded():
     index.apply(worker("a"), report(1, stored=range(100)))
     index.expect(worker("b"), chain(*range(200, 300)), now=0)
     assert index.num_blocks == 10
-    assert index.match(chain(299), 1) == {worker("b"): 1}
+    assert index.match(chain(*range(200, 300)), 1) == {worker("b"): 10}
     assert index.match(chain(0), 1) == {}
+
+
+def test_chains_lose_their_end_first():
+    """However they came in: by a report, by a decision, or by a decision confirmed in chunks."""
+    for number in range(3):
+        index = MemoryPrefixIndex(max_blocks=6)
+        if number:
+            index.expect(worker("a"), chain(1, 2, 3, 4), now=0)
+        if number == 0:
+            index.apply(worker("a"), report(1, stored=[1, 2, 3, 4]))
+        if number == 2:
+            for block in (1, 2, 3, 4):
+                index.apply(worker("a"), report(block, stored=[block]))
+        index.apply(worker("b"), report(1, stored=[11, 12, 13, 14]))
+        assert index.match(chain(1, 2, 3, 4), 1) == {worker("a"): 2}
+        assert index.match(chain(11, 12, 13, 14), 1) == {worker("b"): 4}
+
+
+def test_a_shared_start_in_use_outlives_what_came_later():
+    index = MemoryPrefixIndex(max_blocks=4)
+    index.apply(worker("a"), report(1, stored=[1, 2]))
+    for other in range(10, 30):
+        index.apply(worker("b"), report(other, stored=[other]))
+        assert index.match(chain(1, 2, 1000 + other), 0) == {worker("a"): 2}
+        assert index.num_blocks <= 4
+
+
+def test_expecting_a_confirmed_chain_uses_it():
+    index = MemoryPrefixIndex(max_blocks=4)
+    index.apply(worker("a"), report(1, stored=[1, 2]))
+    index.apply(worker("a"), report(2, stored=[3, 4]))
+    index.expect(worker("a"), chain(1, 2), now=0)
+    index.apply(worker("a"), report(3, stored=[5, 6]))
+    assert index.match(chain(1, 2), 0) == {worker("a"): 2}
+    assert index.match(chain(3, 4), 0) == {}
 
 
 blocks = st.lists(st.integers(0, 5), unique=True, max_size=4)

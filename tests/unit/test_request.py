@@ -89,9 +89,7 @@ def test_layout_bytes_and_difference():
     assert layout().bytes_per_block == 2 * 30 * 3 * 16 * 64 * 4
     assert layout(dtype="bfloat16").bytes_per_block == layout().bytes_per_block // 2
     assert layout().difference(layout()) is None
-    assert layout().fingerprint() == layout().fingerprint()
     for change in ({"model": "n"}, {"dtype": "bfloat16"}, {"block_size": 32}, {"inner_order": "x"}):
-        assert layout().fingerprint() != layout(**change).fingerprint()
         reason = layout().difference(layout(**change))
         assert reason is not None
         assert next(iter(change)) in reason

@@ -745,6 +745,15 @@ def test_the_owners_shorter_lease_sets_the_pace(make_rig):
     assert rig.pull(handle).error is None
 
 
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, float("nan")])
+def test_a_senseless_lease_in_a_handle_floods_nobody(rig, lease_s):
+    renewals, renew = [], rig.sender.renew
+    rig.sender.renew = lambda handle_ids: (renewals.append(handle_ids), renew(handle_ids))[1]
+    rig.receiver.hold(replace(rig.offer(), lease_s=lease_s))
+    time.sleep(0.3)
+    assert len(renewals) <= 16
+
+
 def test_the_lease_ends_when_the_reader_is_gone(make_rig):
     rig = make_rig(lease_s=0.2)
     handle = rig.offer()

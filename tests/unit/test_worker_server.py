@@ -2,11 +2,18 @@
 
 import asyncio
 from collections import deque
+from dataclasses import replace
 
 import grpc
 import pytest
 
-from core.errors import ConfigError, ContextLengthError, InternalError
+from core.errors import (
+    ConfigError,
+    ContextLengthError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
 from core.kv import KVLayout
 from core.request import FinishReason, SequenceOutput
 from core.worker import WorkerId, WorkerInfo, WorkerReport, WorkerRole
@@ -227,6 +234,56 @@ async def test_abort_stops_the_outputs(served, router, make_request):
     await router.abort("unknown")
     await router.abort("a")
     await eventually(lambda: worker.aborted == [("a", 0)])
+
+
+async def test_ended_and_aborted_requests_leave_nothing_in_the_session(
+    served, router, make_request
+):
+    server, worker, _ = served
+    await router.hello()
+    await router.submit(make_request([1], request_id="ends"))
+    await router.collect("ends")
+    worker.step = lambda: StepResult([], worked=False)
+    for i in range(20):
+        await router.submit(make_request([1], request_id=str(i)))
+        await router.abort(str(i))
+    await eventually(lambda: len(worker.aborted) == 20)
+    [session] = server.hub._sessions
+    assert (session.keys, server.hub._owner) == (set(), {})
+
+
+async def test_an_attempt_that_is_here_already_is_refused_and_the_first_goes_on(
+    served, router, make_request
+):
+    _, worker, address = served
+    other = Router(address)
+    await asyncio.gather(router.hello(), other.hello())
+    step, worker.step = worker.step, lambda: StepResult([], worked=False)
+    await router.submit(make_request([1, 2, 3], request_id="a"))
+    await eventually(lambda: worker.live)
+    await other.submit(make_request([9, 9], request_id="a"))
+    [refusal] = await other.step()
+    assert isinstance(refusal.error, InvalidRequestError)
+    await other.abort("a")  # not its own: ignored
+    await other.close()  # nor does its end abort it
+    worker.step = step
+    assert await router.collect("a") == {"a": [1, 2, 3]}
+
+
+async def test_another_model_is_refused(router, make_request):
+    await router.hello()
+    await router.submit(replace(make_request([1], request_id="a"), model="other"))
+    [output] = await router.step()
+    assert isinstance(output.error, ModelNotFoundError)
+
+
+async def test_a_failed_start_gives_the_port_back():
+    server = WorkerServer()
+    port = server.bind("127.0.0.1", 0)
+    await server.stop()
+    again = WorkerServer()
+    assert again.bind("127.0.0.1", port) == port
+    await again.stop()
 
 
 async def test_first_report_is_a_snapshot_and_numbers_have_no_gap(router, make_request):

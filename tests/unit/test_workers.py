@@ -18,6 +18,7 @@ from core.config import TransferConfig
 from core.errors import (
     AbortedError,
     ContextLengthError,
+    HandshakeRefusedError,
     InternalError,
     InvalidRequestError,
     PreemptedError,
@@ -195,7 +196,7 @@ def test_prefill_here_decode_there(make_pair, make_request, expected_tokens):
 def test_a_first_token_that_ends_the_request_hands_nothing_over(
     make_pair, make_request, expected_tokens, what
 ):
-    """T15: the first token obeys every rule that a later one does."""
+    """The first token obeys every rule that a later one does."""
     [first] = expected_tokens((1, 2, 3), 1)
     request = make_request(
         (1, 2, 3),
@@ -240,7 +241,7 @@ def test_bad_requests_never_enter(make_pair, make_request):
 
 
 def test_refused_at_decode_releases_the_lease_at_once(make_pair, make_request):
-    """T5: a rejection on one side is told to the other, not left to the lease."""
+    """A rejection on one side is told to the other, not left to the lease."""
     with make_pair(decode_blocks=4, lease_s=60.0) as pair:
         pair.submit(make_request(range(20), max_tokens=5))
         pair.run(lambda: "r" in pair.ended)
@@ -252,7 +253,7 @@ def test_refused_at_decode_releases_the_lease_at_once(make_pair, make_request):
 def test_a_forged_handle_is_refused_and_the_true_one_still_works(
     make_pair, make_request, expected_tokens, forged
 ):
-    """F17: never 200 with wrong KV. The owner checks every field of a reference."""
+    """Never 200 with wrong KV. The owner checks every field of a reference."""
     with make_pair() as pair:
         request = make_request(range(30), max_tokens=4)
         pair.submit(request)
@@ -289,6 +290,70 @@ def test_a_forged_handle_is_refused_and_the_true_one_still_works(
         assert tuple(pair.tokens["r"]) == expected_tokens(tuple(range(30)), 4)
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_row_that_fails_ends_its_request_and_no_other(
+    make_pair, make_request, expected_tokens, side
+):
+    with make_pair() as pair:
+        executor = pair.prefill_executor if side == "prefill" else pair.decode_executor
+        execute = executor.execute
+
+        def poisoned(batch):
+            tokens = iter(execute(batch))
+            return tuple(
+                (next(tokens), None)[1] if s.request_id == "bad" else next(tokens)
+                for s in batch.sequences
+                if s.sample is not None
+            )
+
+        executor.execute = poisoned
+        pair.submit(make_request([1, 2, 3], request_id="bad", max_tokens=6))
+        pair.submit(make_request([4, 5, 6], request_id="good", max_tokens=6))
+        pair.run_to_the_end()
+        assert isinstance(pair.ended["bad"], InternalError)
+        assert tuple(pair.tokens["good"]) == expected_tokens((4, 5, 6), 6)
+
+
+@pytest.mark.parametrize(
+    "change", [{"block_size": 8}, {"dtype": "float99"}, {"model": "other"}, {"num_layers": -1}]
+)
+def test_a_handle_of_another_layout_is_refused_before_blocks_are_taken(
+    make_pair, make_request, expected_tokens, change
+):
+    with make_pair(lease_s=60.0) as pair:
+        request = make_request(range(30), max_tokens=4)
+        pair.submit(request)
+        handles = []
+        while not handles:
+            handles = [output.handle for output in pair.prefill.step().outputs]
+        odd = replace(handles[0], layout=replace(handles[0].layout, **change))
+        first = expected_tokens(tuple(range(30)), 1)
+        with pytest.raises(HandshakeRefusedError, match=next(iter(change))):
+            pair.decode.submit(replace(request, output_token_ids=first), odd)
+        assert pair.decode_pool.check().owned == 0
+        pair.run(pair.nothing_is_held, within_s=1.0)
+
+
+def test_an_attempt_that_is_here_already_is_refused(make_pair, make_request, expected_tokens):
+    with make_pair() as pair:
+        pair.gate.clear()
+        request = make_request(range(20), max_tokens=3)
+        pair.submit(request)
+        outputs = []
+        while not outputs:
+            outputs = pair.prefill.step().outputs
+        rest = replace(request, output_token_ids=outputs[0].token_ids)
+        pair.tokens["r"] = list(outputs[0].token_ids)
+        pair.decode.submit(rest, outputs[0].handle)
+        for _ in range(2):  # waiting, then pulling
+            with pytest.raises(InvalidRequestError, match="already"):
+                pair.decode.submit(rest, replace(outputs[0].handle, handle_id="another"))
+            pair.decode.step()
+        pair.gate.set()
+        pair.run_to_the_end()
+        assert tuple(pair.tokens["r"]) == expected_tokens(tuple(range(20)), 3)
+
+
 def test_nobody_comes_for_the_kv(make_pair, make_request):
     with make_pair(lease_s=0.2) as pair:
         pair.submit(make_request(range(30), max_tokens=4))
@@ -317,7 +382,7 @@ def test_a_lease_is_kept_alive_while_decode_has_no_room(make_pair, make_request,
 def test_blocks_under_transfer_are_given_to_nobody_until_it_has_ended(
     make_pair, make_request, expected_tokens
 ):
-    """T1, F1: aborted while bytes are on their way; the next request must not get its blocks."""
+    """Aborted while bytes are on their way; the next request must not get its blocks."""
     with make_pair(decode_blocks=8) as pair:
         pair.gate.clear()
         pair.submit(make_request(range(24), request_id="gone", max_tokens=4))
