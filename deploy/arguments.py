@@ -12,7 +12,14 @@ from typing import Any, NoReturn
 
 from core.errors import ConfigError
 from core.worker import WorkerRole
-from deploy.config_file import ENGINE_SETTINGS, ROUTER_SETTINGS, SETTINGS, flag_name, nearest
+from deploy.config_file import (
+    ROUTER_SETTINGS,
+    SETTINGS,
+    UP_SETTINGS,
+    WORKER_SETTINGS,
+    flag_name,
+    nearest,
+)
 
 OVERVIEW = """\
 Twostroke serves language models in two strokes: prefill workers read prompts, decode
@@ -55,7 +62,8 @@ A cluster by hand, on one machine or several (Kubernetes does the same):
   twostroke prefill --host 10.0.0.1 --port 5001
   twostroke decode  --host 10.0.0.2 --port 5002
   twostroke router  --prefill 10.0.0.1:5001 --decode 10.0.0.2:5002 --port 8000
-Once it serves, a process prints one line of JSON that says where.
+Once it serves, a process prints one line of JSON that says where. A worker that listens
+everywhere (--host 0.0.0.0) is told its own address with --advertise-host.
 """
 
 
@@ -96,9 +104,10 @@ def _add_settings(parser: Parser, keys: Iterable[str]) -> None:
     group = parser.add_argument_group("settings")
     for key in keys:
         setting = SETTINGS[key]
-        if key == "debug":
+        if setting.is_switch:
+            also = "; tracebacks" if key == "debug" else ""
             group.add_argument(
-                "--debug", action="store_const", const="true", help=f"{setting.help}; tracebacks"
+                flag_name(key), action="store_const", const="true", help=setting.help + also
             )
         elif key == "model":
             group.add_argument("model_argument", nargs="?", metavar="MODEL", help=setting.help)
@@ -129,7 +138,7 @@ def _add_up(commands: Commands[Parser]) -> None:
     up = _command(commands, "up", "start a cluster on this machine", UP_EXAMPLES)
     up.add_argument("--detach", action="store_true", help="return once it serves")
     _add_backend(up)
-    _add_settings(up, SETTINGS)
+    _add_settings(up, UP_SETTINGS)
 
 
 def _add_demo(commands: Commands[Parser]) -> None:
@@ -142,7 +151,7 @@ def _add_demo(commands: Commands[Parser]) -> None:
         "--once", action="store_true", help="stop after the answer (default without a terminal)"
     )
     _add_backend(demo)
-    _add_settings(demo, SETTINGS)
+    _add_settings(demo, UP_SETTINGS)
 
 
 def _add_chat(commands: Commands[Parser]) -> None:
@@ -187,7 +196,7 @@ def _add_processes(commands: Commands[Parser]) -> None:
         worker = _command(commands, role.value, f"run one {role} worker process", PROCESS_EXAMPLES)
         worker.set_defaults(role=role)
         worker.add_argument("--name", help=f"unique in the cluster (default {role}-0)")
-        _add_settings(worker, (*ENGINE_SETTINGS, "host", "port"))
+        _add_settings(worker, WORKER_SETTINGS)
         _add_debug(worker)
 
 

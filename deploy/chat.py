@@ -49,8 +49,10 @@ def ask_once(client: ApiClient, question: str, options: ChatOptions) -> int:
 
 def converse(client: ApiClient, options: ChatOptions) -> int:
     """Until end of input or /exit. An answer that fails is told and forgotten."""
+    # Imported here: importing it is what gives input() line editing, and it takes hold of the
+    # terminal, which only a conversation should. Some Pythons are built without it.
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # optional: importing it is what gives input() line editing
+        import readline  # noqa: F401
     print(f"{client.model()} at {client.url}. {GREETING}", file=sys.stderr)
     messages = options.opening()
     while (question := _read_question()) is not None:

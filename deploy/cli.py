@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 
 from core.errors import ConfigError, TwostrokeError
@@ -26,12 +27,12 @@ from deploy.config_file import (
     state_folder,
     worker_config,
 )
+from deploy.logs import configure_logging
 from deploy.model_source import resolve_model
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEMO_KV_BYTES = 256 << 20
 """Enough for one question; touching a gigabyte for the first time takes seconds on some VMs."""
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def _settings(args: argparse.Namespace, base: Settings | None = None) -> Settings:
@@ -73,17 +74,18 @@ def _chat(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         verbose=args.verbose,
     )
-    client = ApiClient(args.url or _running_url())
-    if args.question is not None:
-        return ask_once(client, args.question, options)
-    return converse(client, options)
+    with closing(ApiClient(args.url or _running_url())) as client:
+        if args.question is not None:
+            return ask_once(client, args.question, options)
+        return converse(client, options)
 
 
 def _status(args: argparse.Namespace) -> int:
     from deploy.api_client import ApiClient
     from deploy.status import show_status
 
-    return show_status(ApiClient(args.url or _running_url()), as_json=args.json)
+    with closing(ApiClient(args.url or _running_url())) as client:
+        return show_status(client, as_json=args.json)
 
 
 def _running_url() -> str:
@@ -175,7 +177,7 @@ HANDLERS: Mapping[str, Callable[[argparse.Namespace], int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     args = parse(argv)
-    logging.basicConfig(level=logging.INFO if args.debug else logging.WARNING, format=LOG_FORMAT)
+    configure_logging(logging.INFO if args.debug else logging.WARNING)
     try:
         return HANDLERS[args.command](args)
     except TwostrokeError as error:

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 from core.config import ClusterConfig
 from core.errors import ConfigError, WorkerUnavailableError
-from core.worker import WorkerRole
+from core.worker import WorkerRole, endpoint
 from deploy.supervisor import ClusterState
 from router.server import RouterServer, WorkerEndpoint
 from router.tokenizer import Tokenizer, load_tokenizer
@@ -50,7 +50,7 @@ def check_port(host: str, port: int) -> None:
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(
-                f"cannot listen on {host}:{port} ({reason}); choose another with --port"
+                f"cannot listen on {endpoint(host, port)} ({reason}); choose another with --port"
             ) from None
 
 
@@ -109,11 +109,11 @@ class Cluster:
             await self._observe()
 
     async def _start_router(self, tokenizer: Tokenizer) -> None:
-        router = RouterServer(self.config.router, tokenizer)
-        await router.start()
-        self.router = router
+        # Known before it starts: `_stop` must find it when the start is cancelled midway.
+        self.router = RouterServer(self.config.router, tokenizer)
+        await self.router.start()
         await self._tell_router()
-        await self._connected(router)
+        await self._connected(self.router)
 
     async def _connected(self, router: RouterServer) -> None:
         """Wait until the router has a stream to every worker: the first request shall not be the

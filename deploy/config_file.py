@@ -8,6 +8,7 @@ key, variable or value is an error that names it.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -43,6 +44,7 @@ class Settings:
     decode: int = 1
     host: str = "127.0.0.1"
     port: int = 8000
+    advertise_host: str | None = None
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 0
@@ -52,6 +54,7 @@ class Settings:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     request_timeout: float = 600.0
+    verify_checksum: bool = False
     debug: bool = False
 
 
@@ -62,6 +65,8 @@ class Setting:
     parse: Callable[[str], object]
     help: str
     metavar: str = "N"
+    is_switch: bool = False
+    """On the command line it takes no value: naming it means true."""
 
 
 def _whole(text: str) -> int:
@@ -125,6 +130,18 @@ def _text(text: str) -> str:
     return text
 
 
+def _host(text: str) -> str:
+    """A name or an address; IPv6 with brackets or without, kept without."""
+    bracketed = re.fullmatch(r"\[(.+)\]", text)
+    return bracketed[1] if bracketed else _text(text)
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise ValueError(f"{text!r} is not cpu, cuda or cuda:N")
+    return text
+
+
 SETTINGS: Mapping[str, Setting] = {
     "model": Setting(
         parse=_text, metavar="MODEL", help="GGUF file, HF folder, hub id or smollm2 (the default)"
@@ -134,9 +151,16 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "prefill": Setting(parse=_positive, help="prefill workers: they read prompts (default 1)"),
     "decode": Setting(parse=_positive, help="decode workers: they write answers (default 1)"),
-    "host": Setting(parse=_text, metavar="HOST", help="address to listen on (default 127.0.0.1)"),
+    "host": Setting(parse=_host, metavar="HOST", help="address to listen on (default 127.0.0.1)"),
     "port": Setting(parse=_port, metavar="PORT", help="port to listen on; 0 takes a free one"),
-    "device": Setting(parse=_text, metavar="DEVICE", help="where the model runs (default cpu)"),
+    "advertise_host": Setting(
+        parse=_host,
+        metavar="HOST",
+        help="address of this worker that the others dial (default: --host)",
+    ),
+    "device": Setting(
+        parse=_device, metavar="DEVICE", help="where the model runs: cpu (the default) or cuda[:N]"
+    ),
     "dtype": Setting(
         parse=_one_of("float32", "bfloat16"),
         metavar="TYPE",
@@ -161,8 +185,13 @@ SETTINGS: Mapping[str, Setting] = {
     "request_timeout": Setting(
         parse=_seconds, metavar="S", help="deadline of one request (default 600)"
     ),
+    "verify_checksum": Setting(
+        parse=_flag,
+        is_switch=True,
+        help="compare a digest of all KV that arrives; on all workers or on none",
+    ),
     "debug": Setting(
-        parse=_flag, metavar="BOOL", help="serve GET /debug/requests/{id}: where the time went"
+        parse=_flag, is_switch=True, help="serve GET /debug/requests/{id}: where the time went"
     ),
 }
 assert set(SETTINGS) == set(Settings.__dataclass_fields__), "one parser per setting"
@@ -179,6 +208,9 @@ ENGINE_SETTINGS = (
     "max_num_batched_tokens",
     "max_num_seqs",
 )
+WORKER_SETTINGS = (*ENGINE_SETTINGS, "verify_checksum", "host", "port", "advertise_host")
+UP_SETTINGS = tuple(key for key in SETTINGS if key != "advertise_host")
+"""Workers that `up` starts are on this machine and dialled there."""
 ROUTER_SETTINGS = ("model", "served_model_name", "host", "port", "request_timeout", "debug")
 
 
@@ -277,7 +309,10 @@ def engine_config(settings: Settings, model: ResolvedModel, num_workers: int = 1
 
 
 def transfer_config(settings: Settings) -> TransferConfig:
-    return TransferConfig(backend="nccl" if settings.device.startswith("cuda") else "gloo")
+    return TransferConfig(
+        backend="nccl" if settings.device.startswith("cuda") else "gloo",
+        verify_checksum=settings.verify_checksum,
+    )
 
 
 def router_config(settings: Settings, model: ResolvedModel) -> RouterConfig:
@@ -305,7 +340,16 @@ def cluster_config(settings: Settings, model: ResolvedModel) -> ClusterConfig:
 def worker_config(
     settings: Settings, model: ResolvedModel, *, role: WorkerRole, name: str
 ) -> WorkerConfig:
-    """One worker that an operator, or Kubernetes, starts by hand."""
+    """One worker that an operator, or Kubernetes, starts by hand.
+
+    Raises ConfigError when nobody could dial what it would advertise.
+    """
+    advertised = settings.advertise_host or settings.host
+    if _is_wildcard(advertised):
+        raise ConfigError(
+            f"{advertised} is no address that others can dial: name this worker's own with"
+            " --advertise-host"
+        )
     return WorkerConfig(
         name=name,
         role=role,
@@ -314,14 +358,23 @@ def worker_config(
         transfer=transfer_config(settings),
         host=settings.host,
         port=settings.port,
+        advertise_host=settings.advertise_host or "",
     )
 
 
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == "0"  # sockets read it as 0.0.0.0
+
+
 def parse_endpoints(texts: Iterable[str], flag: str) -> tuple[str, ...]:
-    """`host:port`, repeated or separated by commas. Raises ConfigError."""
+    """`host:port` or `[ipv6]:port`, repeated or separated by commas. Raises ConfigError."""
     endpoints = tuple(part for text in texts for part in text.split(",") if part)
     for endpoint in endpoints:
         host, _, port = endpoint.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        bare_ipv6 = ":" in host and not re.fullmatch(r"\[.+\]", host)
+        if not host or bare_ipv6 or not port.isdigit() or int(port) > 65535:
             raise ConfigError(f"{flag}: {endpoint!r} is not host:port")
     return endpoints

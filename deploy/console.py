@@ -13,7 +13,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from deploy.controller import Phase, Slot
+from deploy.controller import Phase, WorkerSlot
 from deploy.supervisor import ClusterState
 
 QUARTERS = 4
@@ -25,7 +25,7 @@ class ClusterView:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr, highlight=False)
         self._began = time.monotonic()
-        self._seen: dict[str, Slot] = {}
+        self._seen: dict[str, WorkerSlot] = {}
         self._tasks: dict[str, TaskID] = {}
         self._bars = Progress(
             TextColumn("  {task.description:10}"),
@@ -62,7 +62,7 @@ class ClusterView:
             if before != slot:
                 self._show(before, slot)
 
-    def _show(self, before: Slot | None, slot: Slot) -> None:
+    def _show(self, before: WorkerSlot | None, slot: WorkerSlot) -> None:
         if slot.phase in (Phase.WAITING, Phase.FAILED) and slot.error:
             again = "it will be started again" if slot.phase is Phase.WAITING else "given up"
             self.note(f"{slot.name} died: {slot.error}; {again}")
@@ -71,7 +71,7 @@ class ClusterView:
         elif _worth_a_line(before, slot):
             self.note(f"{slot.name}: {slot.stage}{_percent(slot)}")
 
-    def _show_bar(self, slot: Slot) -> None:
+    def _show_bar(self, slot: WorkerSlot) -> None:
         if slot.name not in self._tasks:
             self._tasks[slot.name] = self._bars.add_task(slot.name, total=1.0, stage="")
         if slot.phase is Phase.STARTING:
@@ -81,11 +81,11 @@ class ClusterView:
             self._stop_bars()
 
 
-def _worth_a_line(before: Slot | None, slot: Slot) -> bool:
+def _worth_a_line(before: WorkerSlot | None, slot: WorkerSlot) -> bool:
     if before is None or before.stage != slot.stage:
         return True
     return int(before.fraction * QUARTERS) != int(slot.fraction * QUARTERS)
 
 
-def _percent(slot: Slot) -> str:
+def _percent(slot: WorkerSlot) -> str:
     return f" {slot.fraction:.0%}" if slot.phase is Phase.STARTING and slot.fraction else ""

@@ -31,7 +31,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class WorkerSlot:
     """One worker as the controller sees it. Times are seconds of the owner's clock."""
 
     name: str
@@ -55,7 +55,7 @@ class Slot:
     """That reason lies in what was asked for (a bad model), not in chance."""
 
 
-Slots = Mapping[str, Slot]
+WorkerSlots = Mapping[str, WorkerSlot]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +80,17 @@ class Plan:
     """`slots` is the state after the actions; `wake_at` is when to reconcile again, if nothing
     happens before."""
 
-    slots: dict[str, Slot] = field(default_factory=dict)
-    launch: tuple[Slot, ...] = ()
-    stop: tuple[Slot, ...] = ()
+    slots: dict[str, WorkerSlot] = field(default_factory=dict)
+    launch: tuple[WorkerSlot, ...] = ()
+    stop: tuple[WorkerSlot, ...] = ()
     wake_at: float | None = None
 
 
-def reconcile(desired: Desired, slots: Slots, now: float) -> Plan:
+def reconcile(desired: Desired, slots: WorkerSlots, now: float) -> Plan:
     """Launch each desired slot that waits and is due; stop what is not desired any more."""
-    wanted = {name: slots.get(name) or Slot(name=name, role=role) for name, role in desired.names()}
+    wanted = {
+        name: slots.get(name) or WorkerSlot(name=name, role=role) for name, role in desired.names()
+    }
     due = [slot for slot in wanted.values() if _due(slot, now)]
     launched = tuple(_launched(slot) for slot in due)
     after = wanted | {slot.name: slot for slot in launched}
@@ -102,17 +104,17 @@ def reconcile(desired: Desired, slots: Slots, now: float) -> Plan:
     )
 
 
-def _due(slot: Slot, now: float) -> bool:
+def _due(slot: WorkerSlot, now: float) -> bool:
     return slot.phase is Phase.WAITING and slot.retry_at <= now
 
 
-def _launched(slot: Slot) -> Slot:
+def _launched(slot: WorkerSlot) -> WorkerSlot:
     return replace(
         slot, phase=Phase.STARTING, launch=slot.launch + 1, stage="starting", fraction=0.0
     )
 
 
-def _update(slots: Slots, name: str, launch: int, **changes: object) -> dict[str, Slot]:
+def _update(slots: WorkerSlots, name: str, launch: int, **changes: object) -> dict[str, WorkerSlot]:
     """`slots` with one slot changed, if that launch is still the one that fills it."""
     slot = slots.get(name)
     if slot is None or slot.launch != launch or slot.phase in (Phase.WAITING, Phase.FAILED):
@@ -121,14 +123,14 @@ def _update(slots: Slots, name: str, launch: int, **changes: object) -> dict[str
 
 
 def progressed(
-    slots: Slots, name: str, launch: int, stage: str, fraction: float
-) -> dict[str, Slot]:
+    slots: WorkerSlots, name: str, launch: int, stage: str, fraction: float
+) -> dict[str, WorkerSlot]:
     return _update(slots, name, launch, stage=stage, fraction=fraction)
 
 
 def started(
-    slots: Slots, name: str, launch: int, *, address: str, pid: int, now: float
-) -> dict[str, Slot]:
+    slots: WorkerSlots, name: str, launch: int, *, address: str, pid: int, now: float
+) -> dict[str, WorkerSlot]:
     return _update(
         slots, name, launch, phase=Phase.READY, was_ready=True, ready_since=now, address=address,
         pid=pid, stage="ready", fraction=1.0, error=None,
@@ -136,9 +138,9 @@ def started(
 
 
 def died(
-    slots: Slots, name: str, launch: int, *, error: str, fatal: bool, now: float
-) -> dict[str, Slot]:
-    """The worker of that launch has ended, or could not start. `fatal` as in Slot."""
+    slots: WorkerSlots, name: str, launch: int, *, error: str, fatal: bool, now: float
+) -> dict[str, WorkerSlot]:
+    """The worker of that launch has ended, or could not start. `fatal` as in WorkerSlot."""
     slot = slots.get(name)
     if slot is None:
         return dict(slots)

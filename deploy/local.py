@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.config import ClusterConfig, WorkerConfig
-from core.worker import WorkerInfo
+from core.worker import Progress, WorkerInfo
 from deploy.cluster import Cluster, Observer, ignore
-from deploy.supervisor import Progress, Supervisor
-from deploy.workers import WorkerServer, make_server
+from deploy.supervisor import Supervisor
+from deploy.workers import ServedWorker, make_server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InProcessWorker:
-    server: WorkerServer
+    server: ServedWorker
     info: WorkerInfo
 
     async def wait(self) -> None:

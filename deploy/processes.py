@@ -8,6 +8,7 @@ are ours, on one machine, and no network is involved.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -18,9 +19,9 @@ from multiprocessing.connection import Connection
 
 from core.config import ClusterConfig, WorkerConfig
 from core.errors import WorkerLostError
-from core.worker import WorkerInfo
+from core.worker import Progress, WorkerInfo
 from deploy.cluster import Cluster, Observer, ignore
-from deploy.supervisor import Progress, Supervisor
+from deploy.supervisor import Supervisor
 
 STOP_S = 5.0
 """Between asking a worker to end and ending it."""
@@ -43,7 +44,15 @@ class ProcessWorker:
 
     async def wait(self) -> None:
         code = await self.process.wait()
-        raise WorkerLostError(describe_exit(code))
+        raise await self._last_words() or WorkerLostError(describe_exit(code))
+
+    async def _last_words(self) -> Exception | None:
+        """What it said of its end, if it came to that."""
+        async with aclosing(messages(self.connection)) as stream:
+            async for message in stream:
+                if isinstance(message, Exception):
+                    return message
+        return None
 
     async def stop(self) -> None:
         self.connection.close()
@@ -77,6 +86,7 @@ class ProcessLauncher:
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "deploy.worker_process", str(theirs.fileno()),
+                str(logging.getLogger().getEffectiveLevel()),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for us; we tell the workers
             )  # fmt: skip

@@ -20,10 +20,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.config import ClusterConfig, WorkerConfig
-from core.errors import ConfigError, WorkerLostError
-from core.worker import WorkerInfo
+from core.errors import WorkerLostError
+from core.worker import Progress, WorkerInfo
+from deploy.logs import configure_logging
 from deploy.placement import WorkerPlacement, place_worker
-from deploy.supervisor import ClusterState, Progress, Supervisor
+from deploy.supervisor import ClusterState, Supervisor
 from deploy.workers import make_server
 
 CONTROLLER = "twostroke-controller"
@@ -31,14 +32,13 @@ NAMESPACE = "twostroke"
 PLACEMENT_TIMEOUT_S = 60.0
 PROGRESS_POLL_S = 0.2
 STOP_S = 5.0
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class RankActor:
     """One rank of one worker: a process around a worker server, nothing more."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+        configure_logging(logging.INFO)
         self._stage = ("starting", 0.0)
         self._server = make_server(config, self._progressed)
 
@@ -157,18 +157,12 @@ class ControllerActor:
     """
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Ray awaits it
-        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+        configure_logging(logging.INFO)
         self._supervisor = Supervisor(config, RayLauncher())
         await self._supervisor.start()
 
     async def changed(self, version: int, timeout_s: float) -> ClusterState:
         return await self._supervisor.changed(version, timeout_s)
-
-    async def scale(self, num_prefill: int, num_decode: int) -> None:
-        """Raises ConfigError when either is negative."""
-        if num_prefill < 0 or num_decode < 0:
-            raise ConfigError("the number of workers cannot be negative")
-        await self._supervisor.scale(num_prefill, num_decode)
 
     async def stop(self) -> None:
         await self._supervisor.stop()

@@ -82,17 +82,17 @@ class RayController:
         if self._folder is None:
             return
         await asyncio.wait([self._init])
-        processes = _session_processes(self._folder)
+        processes = await asyncio.to_thread(_session_processes, self._folder)
         try:
             await self._stop_workers()
             self._note("stopping Ray")
             await asyncio.to_thread(ray.shutdown)
         finally:
-            _end(processes)
+            await asyncio.to_thread(_end, processes)
         if self._keep_logs:
             self._note(f"the logs of Ray and the workers are in {self.log_folder}")
         else:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         self._folder = None
 
     async def _stop_workers(self) -> None:
@@ -166,7 +166,7 @@ def _session_processes(folder: Path) -> list[psutil.Process]:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Ray ends its own processes; whatever is left after a moment is killed."""
+    """Ray ends its own processes; whatever is left after a moment is killed. Blocks for seconds."""
     _, alive = psutil.wait_procs(processes, timeout=EXIT_S)
     for process in alive:
         try:

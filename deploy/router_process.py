@@ -17,8 +17,8 @@ async def serve_router(
     """Serve until cancelled; `ready` is told the URL. Raises ConfigError for a taken port."""
     check_port(config.host, config.port)
     router = RouterServer(config, await asyncio.to_thread(load_tokenizer, config.model_path))
-    await router.start()
-    try:
+    try:  # around the start too: it may be cancelled midway
+        await router.start()
         await router.set_workers(endpoints)
         ready(router.url)
         await asyncio.Event().wait()

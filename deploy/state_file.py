@@ -26,13 +26,11 @@ class ClusterRecord:
     url: str
     model: str
     ready: bool = False
-    log: str = ""
-    """Where its output goes, when it is detached."""
 
 
-def own_record(*, url: str, model: str, log: str = "") -> ClusterRecord:
+def own_record(*, url: str, model: str) -> ClusterRecord:
     me = psutil.Process()
-    return ClusterRecord(pid=me.pid, started=me.create_time(), url=url, model=model, log=log)
+    return ClusterRecord(pid=me.pid, started=me.create_time(), url=url, model=model)
 
 
 class Records:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from core.config import ClusterConfig, WorkerConfig
 from core.errors import ConfigError, TwostrokeError
-from core.worker import WorkerInfo
+from core.worker import Progress, WorkerInfo
 from deploy.controller import (
     NOTHING,
     Desired,
     Phase,
-    Slot,
-    Slots,
+    WorkerSlot,
+    WorkerSlots,
     died,
     progressed,
     reconcile,
@@ -31,8 +30,6 @@ from deploy.controller import (
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
-Progress = Callable[[str, float], None]
-"""What a starting worker does and how far it is, 0 to 1. May be called from any thread."""
 
 
 class RunningWorker(Protocol):
@@ -58,14 +55,14 @@ class ClusterState:
     """`version` changes whenever anything else does."""
 
     version: int
-    slots: tuple[Slot, ...]
+    slots: tuple[WorkerSlot, ...]
 
     @property
-    def ready(self) -> tuple[Slot, ...]:
+    def ready(self) -> tuple[WorkerSlot, ...]:
         return tuple(slot for slot in self.slots if slot.phase is Phase.READY)
 
     @property
-    def failed(self) -> tuple[Slot, ...]:
+    def failed(self) -> tuple[WorkerSlot, ...]:
         return tuple(slot for slot in self.slots if slot.phase is Phase.FAILED)
 
 
@@ -76,7 +73,7 @@ class Supervisor:
         self._config = config
         self._launcher = launcher
         self._desired = NOTHING
-        self._slots: Slots = {}
+        self._slots: WorkerSlots = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._version = 0
         self._changed = asyncio.Event()
@@ -119,7 +116,7 @@ class Supervisor:
             self._tasks[slot.name] = asyncio.create_task(self._run(slot, predecessor))
         self._set_alarm(plan.wake_at)
 
-    def _set(self, slots: Slots) -> None:
+    def _set(self, slots: WorkerSlots) -> None:
         if slots != self._slots:
             self._slots = slots
             self._version += 1
@@ -133,7 +130,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         self._alarm = None if delay is None else loop.call_later(delay, self._reconcile)
 
-    async def _run(self, slot: Slot, predecessor: asyncio.Task[None] | None) -> None:
+    async def _run(self, slot: WorkerSlot, predecessor: asyncio.Task[None] | None) -> None:
         """One launch of `slot`, from start to death. Cancelled: stop the worker."""
         if predecessor:
             await asyncio.wait([predecessor])
@@ -145,7 +142,7 @@ class Supervisor:
         logger.info("%s died: %s", slot.name, error)
         self._died(slot, error)
 
-    async def _serve(self, slot: Slot) -> None:
+    async def _serve(self, slot: WorkerSlot) -> None:
         worker = await self._launcher.launch(self._worker_config(slot), self._progress(slot))
         try:
             info = worker.info
@@ -158,10 +155,17 @@ class Supervisor:
             )  # fmt: skip
             await worker.wait()
         finally:
+            await self._stop_worker(worker)
+
+    async def _stop_worker(self, worker: RunningWorker) -> None:
+        """A stop that fails must not hide why the worker died: it is logged, not raised."""
+        try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await worker.stop()
+        except Exception as error:
+            logger.warning("%s did not stop cleanly: %r", worker.info.worker_id, error)
 
-    def _died(self, slot: Slot, error: Exception) -> None:
+    def _died(self, slot: WorkerSlot, error: Exception) -> None:
         message = error.message if isinstance(error, TwostrokeError) else str(error) or repr(error)
         self._set(
             died(
@@ -171,7 +175,7 @@ class Supervisor:
         )  # fmt: skip
         self._reconcile()
 
-    def _worker_config(self, slot: Slot) -> WorkerConfig:
+    def _worker_config(self, slot: WorkerSlot) -> WorkerConfig:
         return WorkerConfig(
             name=slot.name,
             role=slot.role,
@@ -180,7 +184,7 @@ class Supervisor:
             transfer=self._config.transfer,
         )
 
-    def _progress(self, slot: Slot) -> Progress:
+    def _progress(self, slot: WorkerSlot) -> Progress:
         loop = asyncio.get_running_loop()
 
         def report(stage: str, fraction: float) -> None:
@@ -188,5 +192,5 @@ class Supervisor:
 
         return report
 
-    def _progressed(self, slot: Slot, stage: str, fraction: float) -> None:
+    def _progressed(self, slot: WorkerSlot, stage: str, fraction: float) -> None:
         self._set(progressed(self._slots, slot.name, slot.launch, stage, fraction))

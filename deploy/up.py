@@ -12,6 +12,7 @@ from pathlib import Path
 
 from core.config import ClusterConfig
 from core.model_config import load_model_config
+from core.worker import endpoint
 from deploy.cluster import Cluster, check_port
 from deploy.config_file import Settings, cluster_config
 from deploy.console import ClusterView
@@ -52,7 +53,7 @@ def make_cluster(config: ClusterConfig, view: ClusterView, backend: Backend) -> 
 def up(settings: Settings, *, backend: Backend, records: Records) -> int:
     """Serve until Ctrl-C, SIGTERM or a failure nobody can mend."""
     config = prepare(settings)
-    url = f"http://{settings.host}:{settings.port}"
+    url = f"http://{endpoint(settings.host, settings.port)}"
     record = own_record(url=url, model=config.router.served_model_name)
     records.write(record)
     try:

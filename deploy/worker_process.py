@@ -1,4 +1,4 @@
-"""The child's side of deploy.processes: `python -m deploy.worker_process FD`."""
+"""The child's side of deploy.processes: `python -m deploy.worker_process FD LOG_LEVEL`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import sys
 from multiprocessing.connection import Connection
 
 from core.config import WorkerConfig
-from core.errors import TwostrokeError
+from core.errors import InternalError, TwostrokeError
 from core.worker import WorkerInfo
+from deploy.logs import configure_logging
 from deploy.processes import Loading, messages
 from deploy.signals import run_until_stopped
 from deploy.workers import serve_worker
@@ -39,6 +40,7 @@ def _report(connection: Connection, serving: asyncio.Task[None]) -> int:
     if isinstance(error, TwostrokeError):
         connection.send(error)
     elif error:
+        connection.send(InternalError(repr(error)))  # one that surely survives the way
         raise error
     return 1
 
@@ -48,11 +50,12 @@ async def _end_of_file(connection: Connection) -> None:
         pass
 
 
-def main(descriptor: str) -> int:
+def main(descriptor: str, log_level: str) -> int:
+    configure_logging(int(log_level))
     connection = Connection(int(descriptor))
     config = connection.recv()
     return run_until_stopped(lambda: _serve(connection, config), quiet=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from core.config import WorkerConfig
-from core.worker import WorkerInfo, WorkerRole
+from core.worker import Progress, WorkerInfo, WorkerRole
 from decode_workers.server import DecodeServer
-from deploy.supervisor import Progress
 from prefill_workers.server import PrefillServer
 
 
-class WorkerServer(Protocol):
+class ServedWorker(Protocol):
     """What both front ends offer: start once, wait, stop."""
 
     async def start(self) -> WorkerInfo: ...
@@ -22,7 +21,7 @@ class WorkerServer(Protocol):
     async def stop(self) -> None: ...
 
 
-def make_server(config: WorkerConfig, progress: Progress | None = None) -> WorkerServer:
+def make_server(config: WorkerConfig, progress: Progress | None = None) -> ServedWorker:
     if config.role is WorkerRole.PREFILL:
         return PrefillServer(config, progress=progress)
     return DecodeServer(config, progress=progress)

@@ -4,6 +4,7 @@ python examples/cluster_in_python.py
 """
 
 import asyncio
+from contextlib import closing
 
 from deploy.api_client import ApiClient, Message
 from deploy.config_file import Settings, cluster_config
@@ -12,8 +13,9 @@ from deploy.model_source import resolve_model
 
 
 def ask(url: str, question: str) -> str:
-    deltas = ApiClient(url).chat([Message(role="user", content=question)], max_tokens=48)
-    return "".join(delta.text for delta in deltas)
+    with closing(ApiClient(url)) as client:
+        deltas = client.chat([Message(role="user", content=question)], max_tokens=48)
+        return "".join(delta.text for delta in deltas)
 
 
 async def main() -> None:

@@ -1,8 +1,8 @@
 """The OpenAI-compatible HTTP API: routes, streams, and errors in OpenAI's shape.
 
-Order of gates, cheapest first: admission, body size, validation, tokenization, workers. Headers go
-out with the first token, so whatever fails before it has a proper status; later failures are an
-error event.
+Order of gates, cheapest first: request limit, body size, validation, tokenization, workers.
+Headers go out with the first token, so whatever fails before it has a proper status; later failures
+are an error event.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,13 +29,11 @@ from core.errors import (
 )
 from core.lifetime import Lifetime
 from core.worker import WorkerRole
-from router.admission import Admission
 from router.choice import LifetimeObserver, TextChunk, collect, merge, write_choice
 from router.generate import Fleet
 from router.http_errors import describe, error_body, error_headers, http_error, is_internal
 from router.http_exchange import (
     REQUEST_ID,
-    BodyTooLargeError,
     Envelope,
     SlowClientError,
     client_label,
@@ -59,6 +57,7 @@ from router.openai_replies import (
 )
 from router.prepare import Prepared, Preparer
 from router.registry import WorkerStatus
+from router.request_limit import RequestLimit
 from router.request_log import RequestLog, timeline
 from router.tokenizer import Tokenizer
 
@@ -77,7 +76,7 @@ class Gateway:
     config: RouterConfig
     tokenizer: Tokenizer
     fleet: Fleet
-    admission: Admission
+    limit: RequestLimit
     requests: RequestLog
     metrics: RouterMetrics
     started: int
@@ -98,7 +97,7 @@ COMPLETION = Endpoint(prepare=Preparer.completion, writer=CompletionWriter)
 
 def build_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Envelope)
+    app.add_middleware(Envelope, on_error=gateway.metrics.failed_reply)
     _add_error_handlers(app, gateway.metrics)
     _add_openai_routes(app, gateway)
     _add_operator_routes(app, gateway)
@@ -150,7 +149,7 @@ def _add_operator_routes(app: FastAPI, gateway: Gateway) -> None:
         return JSONResponse(
             {
                 "model": gateway.config.served_model_name,
-                "requests_in_flight": gateway.admission.num_inside,
+                "requests_in_flight": gateway.limit.num_inside,
                 "workers": [worker_row(s) for s in gateway.fleet.registry.statuses()],
             }
         )
@@ -175,7 +174,7 @@ def _add_debug_routes(app: FastAPI, requests: RequestLog) -> None:
 
 def _add_error_handlers(app: FastAPI, metrics: RouterMetrics) -> None:
     def respond(status: int, body: bytes, *, retry: bool, code: str) -> Response:
-        metrics.refused.labels(code).inc()
+        metrics.failed_reply(code)
         return Response(body, status, headers=error_headers(retry=retry))
 
     @app.exception_handler(TwostrokeError)
@@ -184,9 +183,8 @@ def _add_error_handlers(app: FastAPI, metrics: RouterMetrics) -> None:
         if is_internal(error):
             logger.error("request %s: %s", request_id, error)
         entry = http_error(error)
-        status = 413 if isinstance(error, BodyTooLargeError) else entry.status
         body = describe(error, request_id)
-        return respond(status, body, retry=entry.retry, code=error.code)
+        return respond(entry.status, body, retry=entry.retry, code=error.code)
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> Response:
@@ -210,7 +208,7 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
         request_id: str = scope[REQUEST_ID]
-        with self._gateway.admission.enter() as ticket:
+        with self._gateway.limit.enter() as ticket:
             body = await read_body(scope, receive, self._gateway.config.max_body_bytes)
             prepared = await self._prepare(body, request_id)
             ticket.add(len(prepared.choices) - 1)
@@ -279,7 +277,7 @@ class Exchange(Response):
         except Exception as error:  # the status line is out: an event is all that can be said
             known = error if isinstance(error, TwostrokeError) else InternalError("a bug")
             logger.warning("request %s broke off", request_id, exc_info=error)
-            self._gateway.metrics.refused.labels(known.code).inc()
+            self._gateway.metrics.failed_reply(known.code)
             return event(describe(known, request_id))
         return DONE
 
@@ -306,7 +304,7 @@ class Answer:
         self._deadline = arrived + gateway.config.request_timeout_s
         self._observer = _Observers(gateway.requests, gateway.metrics)
 
-    def chunks(self) -> Any:
+    def chunks(self) -> AsyncGenerator[TextChunk, None]:
         pairs = zip(self.prepared.choices, self.lives, strict=True)
         return merge(
             [

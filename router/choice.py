@@ -84,6 +84,9 @@ async def write_choice(
     except TwostrokeError as error:
         life.outcome = error.code
         raise
+    except Exception:  # a bug; whoever tells the client logs it
+        life.outcome = InternalError.code
+        raise
     finally:
         if life.outcome == "running":
             life.outcome = "aborted"

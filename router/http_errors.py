@@ -19,6 +19,12 @@ from core.errors import (
 RETRY_AFTER_S = 1
 
 
+class BodyTooLargeError(InvalidRequestError):
+    """Met over HTTP only, so it is not in the tree that every process knows."""
+
+    code = "body_too_large"
+
+
 class HttpError(NamedTuple):
     status: int
     kind: str
@@ -32,6 +38,7 @@ _SERVER = "server_error"
 # The first class that matches wins, so children stand before their parents.
 _TABLE: tuple[tuple[type[TwostrokeError], HttpError], ...] = (
     (ModelNotFoundError, HttpError(404, _BAD_REQUEST, retry=False)),
+    (BodyTooLargeError, HttpError(413, _BAD_REQUEST, retry=False)),
     (InvalidRequestError, HttpError(400, _BAD_REQUEST, retry=False)),
     (OverloadedError, HttpError(429, "rate_limit_error", retry=True)),
     (AbortedError, HttpError(499, _BAD_REQUEST, retry=False)),

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
@@ -17,8 +17,13 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from core.errors import AbortedError, DeadlineExceededError, InternalError, InvalidRequestError
-from router.http_errors import error_body, error_headers, internal_message
+from core.errors import AbortedError, DeadlineExceededError, InternalError
+from router.http_errors import (
+    BodyTooLargeError,
+    error_body,
+    error_headers,
+    internal_message,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +36,6 @@ REQUEST_ID = "twostroke.request_id"
 _LABEL = re.compile(rb"[A-Za-z0-9._:/-]{1,64}")
 ABORT = "twostroke.abort"
 """ASGI extension: `call` drops the connection with all that waits in it."""
-
-
-class BodyTooLargeError(InvalidRequestError):
-    code = "body_too_large"
 
 
 class SlowClientError(AbortedError):
@@ -55,10 +56,12 @@ async def drop_connection(scope: Scope) -> None:
 
 
 class Envelope:
-    """Outermost: an id of ours on every response, and no exception leaves but as our 500."""
+    """Outermost: an id of ours on every response, and no exception leaves but as our 500.
+    `on_error` is called with its code."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, on_error: Callable[[str], None]) -> None:
         self._app = app
+        self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,6 +84,7 @@ class Envelope:
             await self._app(scope, receive, send_with_id)
         except Exception:
             logger.exception("request %s failed inside the router", request_id)
+            self._on_error(InternalError.code)
             if not started:
                 message = internal_message(request_id)
                 body = error_body(message, "server_error", code=InternalError.code)

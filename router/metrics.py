@@ -24,7 +24,9 @@ class RouterMetrics(LifetimeObserver):
 
     def __init__(self, statuses: Callable[[], Iterable[WorkerStatus]]) -> None:
         self._registry = CollectorRegistry()
-        self.refused = self._counter("http_errors", "Replies with an error status", "code")
+        self._failed_replies = self._counter(
+            "failed_replies", "Replies that are an error, or that broke off with one", "code"
+        )
         self._requests = self._counter("requests", "Ended generations by outcome", "outcome")
         self._retries = self._counter("retries", "Generations routed again", "reason")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended generations")
@@ -46,6 +48,10 @@ class RouterMetrics(LifetimeObserver):
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
+
+    def failed_reply(self, code: str) -> None:
+        """A client was told of an error, by the status or, after the headers, in mid-stream."""
+        self._failed_replies.labels(code).inc()
 
     def retried(self, error: RetryableError) -> None:
         self._retries.labels(error.code).inc()

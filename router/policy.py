@@ -32,6 +32,8 @@ class WorkerSnapshot:
     """Waiting and running, as last reported."""
     num_queued_tokens: int
     """Prompt tokens not yet computed, as last reported."""
+    suspect: bool
+    """Silent for long although it has work: maybe its step loop hangs."""
     num_in_flight: int
     """Requests this router has there now."""
     num_in_flight_tokens: int
@@ -55,8 +57,8 @@ def choose_prefill(
     """The worker that will have computed the prompt after the fewest tokens.
 
     `matched` counts the leading blocks each worker holds. Ties: fewest requests in flight, then
-    round robin by `rotation`. Workers in `avoid` are taken only when no other is left, those in
-    `exclude` never. Raises WorkerUnavailableError.
+    round robin by `rotation`. Workers in `avoid` and suspects are taken only when no other is
+    left, those in `exclude` never. Raises WorkerUnavailableError.
     """
 
     def cost(worker: WorkerSnapshot) -> tuple[int, int]:
@@ -78,8 +80,8 @@ def choose_decode(
 ) -> WorkerSnapshot:
     """The worker with room for the sequence and the smallest share of its slots taken.
 
-    Ties: fewest blocks to pull, most free blocks, then round robin by `rotation`. `exclude` and
-    `avoid` as in choose_prefill. Raises WorkerUnavailableError.
+    Ties: fewest blocks to pull, most free blocks, then round robin by `rotation`. `exclude`,
+    `avoid` and suspects as in choose_prefill. Raises WorkerUnavailableError.
     """
 
     def cost(worker: WorkerSnapshot) -> tuple[bool, float, int, int]:
@@ -104,6 +106,7 @@ def _least(
     if not candidates:
         others = " that has not failed this request" if workers else ""
         raise WorkerUnavailableError(f"no {role} worker{others} is connected")
-    preferred = [worker for worker in candidates if worker.worker_id not in avoid] or candidates
+    trusted = [w for w in candidates if w.worker_id not in avoid and not w.suspect]
+    preferred = trusted or candidates
     start = rotation % len(preferred)
     return min(preferred[start:] + preferred[:start], key=cost)

@@ -44,7 +44,12 @@ class _Guess(NamedTuple):
 
 
 class MemoryPrefixIndex:
-    """The index of one router process. Holds at most `max_blocks` hashes; the oldest go first."""
+    """The index of one router process. Holds at most `max_blocks` hashes.
+
+    Beyond that the least recently used go. Matching or expecting a chain uses it from its end to
+    its start, so the start, which others may share, stays longest. A worker's report adds hashes
+    but uses none: chunk by chunk it would make the end of a chain look the youngest.
+    """
 
     def __init__(
         self, *, max_blocks: int = MAX_BLOCKS, speculation_s: float = SPECULATION_S
@@ -72,8 +77,9 @@ class MemoryPrefixIndex:
         self._sequence_numbers[worker_id] = report.sequence_number
         for block_hash in report.evicted:
             self._discard(worker_id, block_hash)
-        for block_hash in report.stored:
+        for block_hash in reversed(report.stored):  # parents come before children
             self._store(worker_id, block_hash, math.inf)
+        self._trim()
 
     def remove(self, worker_id: WorkerId) -> None:
         self._sequence_numbers.pop(worker_id, None)
@@ -87,6 +93,8 @@ class MemoryPrefixIndex:
             if self._holders.get(block_hash, {}).get(worker_id) != math.inf:
                 self._store(worker_id, block_hash, expires)
                 self._guesses.append(_Guess(expires, worker_id, block_hash))
+        self._use(hashes)
+        self._trim()
 
     def match(self, hashes: Sequence[BlockHash], now: float) -> dict[WorkerId, int]:
         self._expire(now)
@@ -98,11 +106,18 @@ class MemoryPrefixIndex:
                     matched[worker_id] = length
             if length not in matched.values():
                 break
+        self._use(hashes[: max(matched.values(), default=0)])
         return matched
 
     def _store(self, worker_id: WorkerId, block_hash: BlockHash, expires: float) -> None:
         self._holders.setdefault(block_hash, {})[worker_id] = expires
         self._blocks.setdefault(worker_id, set()).add(block_hash)
+
+    def _use(self, hashes: Sequence[BlockHash]) -> None:
+        for block_hash in reversed(hashes):
+            self._holders.move_to_end(block_hash)
+
+    def _trim(self) -> None:
         while len(self._holders) > self._max_blocks:
             oldest = next(iter(self._holders))
             for holder in tuple(self._holders[oldest]):

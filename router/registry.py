@@ -62,6 +62,7 @@ class _Worker:
             num_free_blocks=report.num_free_blocks if report else info.num_blocks,
             num_seqs=report.num_waiting + report.num_running if report else 0,
             num_queued_tokens=report.num_queued_tokens if report else 0,
+            suspect=self.client.suspect,
             num_in_flight=self.num_in_flight,
             num_in_flight_tokens=self.num_in_flight_tokens,
         )
@@ -80,9 +81,11 @@ class WorkerRegistry:
     async def set(self, endpoints: Sequence[WorkerEndpoint]) -> None:
         """Connect to new ones, drop those not named any more. Idempotent, returns at once but for
         the dropped ones, whose requests are routed again."""
-        wanted = set(endpoints)
-        gone = [self._workers.pop(endpoint) for endpoint in set(self._workers) - wanted]
-        for endpoint in wanted - set(self._workers):
+        unwanted = [endpoint for endpoint in self._workers if endpoint not in endpoints]
+        gone = [self._workers.pop(endpoint) for endpoint in unwanted]
+        for endpoint in endpoints:
+            if endpoint in self._workers:
+                continue
             client = WorkerClient(endpoint.address, self._listener, router_id=self._router_id)
             self._workers[endpoint] = _Worker(endpoint, client)
             client.start()

@@ -28,10 +28,6 @@ class RequestLog(LifetimeObserver):
         self._running: dict[str, Lifetime] = {}
         self._ended: OrderedDict[str, Lifetime] = OrderedDict()
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def began(self, life: Lifetime) -> None:
         self._running[life.request_id] = life
 

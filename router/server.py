@@ -15,13 +15,13 @@ import uvicorn
 from core.config import RouterConfig
 from core.errors import ConfigError
 from core.worker import WorkerInfo, WorkerReport
-from router.admission import Admission
 from router.api import Gateway, build_app
 from router.generate import Fleet
 from router.http_exchange import AbortableProtocol
 from router.metrics import RouterMetrics
 from router.prefix_index import MemoryPrefixIndex, PrefixIndex
 from router.registry import WorkerEndpoint, WorkerRegistry
+from router.request_limit import RequestLimit
 from router.request_log import RequestLog
 from router.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ class RouterServer:
                 max_attempts=config.max_attempts,
                 on_retry=metrics.retried,
             ),
-            admission=Admission(config.max_concurrent_requests),
+            limit=RequestLimit(config.max_concurrent_requests),
             requests=RequestLog(config.served_model_name),
             metrics=metrics,
             started=int(time.time()),
@@ -107,6 +107,8 @@ class RouterServer:
         if self._serving is not None:
             await asyncio.wait([self._serving])
             self._serving = None
+        if cancelled := self._server.server_state.tasks:  # uvicorn does not wait for their end
+            await asyncio.wait(tuple(cancelled))
         if self._socket is not None:
             self._socket.close()
 

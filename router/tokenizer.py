@@ -107,7 +107,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes of one token, for logprobs: maybe only a part of a character."""
+        """The raw bytes of one token, maybe only a part of a character: the seam for logprobs."""
         return self._pieces[token_id]
 
 

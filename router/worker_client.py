@@ -24,7 +24,7 @@ from core.errors import (
     WorkerUnavailableError,
 )
 from core.kv import KVHandle
-from core.request import GenerateRequest, SequenceOutput
+from core.request import GenerateRequest, RequestKey, SequenceOutput
 from core.worker import WorkerInfo, WorkerReport
 from protocol import worker_pb2 as pb
 from protocol import worker_pb2_grpc
@@ -51,12 +51,10 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),  # or it sends 127.0.0.1 through a proxy of the environment
     ("grpc.use_local_subchannel_pool", 1),  # a new session starts with no one else's backoff
     ("grpc.min_reconnect_backoff_ms", 5_000),  # also the limit of one attempt to connect
 )
-
-Key = tuple[str, int]
-"""(request_id, attempt)"""
 
 
 class WorkerListener(Protocol):
@@ -102,7 +100,7 @@ class OutputStream:
             self._ended = isinstance(item, SequenceOutput) or isinstance(error, WorkerLostError)
             raise error
         assert isinstance(item, SequenceOutput)
-        self._ended = is_last(item)
+        self._ended = item.is_last
         return item
 
     def close(self) -> None:
@@ -123,11 +121,6 @@ class OutputStream:
         self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self.put, error)
 
 
-def is_last(output: SequenceOutput) -> bool:
-    """The worker says no more of this request."""
-    return bool(output.finish_reason or output.error or output.handle)
-
-
 class WorkerClient:
     """`start`, any number of `submit` and `release`, `close`. All on one event loop."""
 
@@ -143,7 +136,7 @@ class WorkerClient:
         self.num_sessions = 0
         self._listener = listener
         self._router_id = router_id
-        self._streams: dict[Key, OutputStream] = {}
+        self._streams: dict[RequestKey, OutputStream] = {}
         self._outbox: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
         self._last_message = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -176,7 +169,7 @@ class WorkerClient:
         """
         if self.info is None:
             raise WorkerUnavailableError(f"the worker at {self.address} is not connected")
-        key = (request.request_id, request.attempt)
+        key = request.key
         assert key not in self._streams, f"{key} is already on {self.info.worker_id}"
         stream = OutputStream(lambda: self.release(*key))
         self._streams[key] = stream
@@ -199,7 +192,7 @@ class WorkerClient:
     async def _run(self) -> None:
         backoff_s = MIN_BACKOFF_S
         while True:
-            num_sessions = self.num_sessions
+            num_sessions, bug = self.num_sessions, False
             try:
                 await self._session()
                 reason = "it closed the stream"
@@ -207,9 +200,12 @@ class WorkerClient:
                 reason = f"{error.code().name}: {error.details()}"
             except TwostrokeError as error:
                 reason = f"it says what cannot be: {error}"
+            except Exception:
+                logger.exception("the session with %s failed", self.address)
+                reason, bug = "a bug", True
             if self.num_sessions > num_sessions:  # it had worked
                 logger.warning("lost the worker at %s: %s", self.address, reason)
-                backoff_s = MIN_BACKOFF_S
+                backoff_s = backoff_s if bug else MIN_BACKOFF_S  # a bug may come again at once
             self._end_session(WorkerLostError("the worker that ran this request was lost"))
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
@@ -227,9 +223,11 @@ class WorkerClient:
                 asyncio.create_task(self._watch()),
             )
             try:
-                async for message in call:
+                # Not `async for`: an error in _take would leave the call's generator unfinished.
+                while isinstance(message := await call.read(), pb.WorkerMessage):
                     self._take(message)
             finally:
+                call.cancel()
                 for helper in helpers:
                     helper.cancel()
                 await asyncio.gather(*helpers, return_exceptions=True)
@@ -260,7 +258,7 @@ class WorkerClient:
             logger.exception("an output of %s cannot be read", self.address)
             stream.put(InternalError("the worker's answer cannot be read"))
             return
-        if is_last(output):
+        if output.is_last:
             del self._streams[key]
         stream.put(output)
 

@@ -137,8 +137,8 @@ class Owner:
     def renew(self, handle_ids):
         return self.sender.renew(handle_ids)
 
-    def release(self, handle_id):
-        self.sender.release(handle_id)
+    def release(self, handle_id, reason):
+        self.sender.release(handle_id, reason)
 
     def pull(self, pull):
         started, error = time.monotonic(), None

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import ray
 
 from core.config import CacheConfig, ClusterConfig, EngineConfig, RouterConfig
 from deploy.controller import Phase
@@ -100,7 +101,8 @@ async def test_a_model_that_cannot_be_loaded_ends_the_start_with_its_reason(tiny
 async def test_a_start_that_is_cancelled_leaves_nothing(tiny_model):
     before = descendants()
     starting = asyncio.create_task(RayCluster(config(tiny_model)).__aenter__())
-    await asyncio.sleep(1.5)  # in the middle of ray.init
+    await until(lambda: descendants() - before, within_s=20)
+    assert not ray.is_initialized(), "its first daemon runs: the middle of ray.init"
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting

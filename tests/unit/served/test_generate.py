@@ -262,6 +262,25 @@ async def test_removed_worker_hands_its_requests_over(make_world, scripts):
     await busy.die()
 
 
+async def test_a_frozen_worker_gets_no_more_while_another_is_left(make_world, scripts, monkeypatch):
+    monkeypatch.setattr("router.worker_client.SUSPECT_AFTER_S", 0.1)
+    world = await make_world(num_decode=2)
+    frozen, _ = world.decode
+    frozen.script = scripts.hang
+    tasks = [asyncio.create_task(token_ids(world, 5)) for _ in range(2)]
+    suspects = world.router.registry.statuses
+    await world.until(lambda: any(s.suspect for s in suspects()))
+    num_before = len(frozen.requests)
+    for _ in range(4):  # the other one would be the busier one
+        tasks.append(asyncio.create_task(token_ids(world, 5)))
+    await asyncio.gather(*tasks[2:])
+    assert len(frozen.requests) == num_before == 1
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await world.until_nothing_is_held()
+
+
 async def test_no_prefill_is_wasted_when_nobody_could_decode(world):
     await world.router.set_workers([world["prefill-0"].endpoint])
     reply = await world.complete(PROMPT, max_tokens=5)

@@ -25,6 +25,17 @@ async def test_set_workers_is_idempotent_and_dynamic(make_world):
     assert len(registry.snapshots(WorkerRole.DECODE)) == 2
 
 
+async def test_workers_stand_in_the_order_they_were_given(make_world):
+    world = await make_world(num_prefill=0, num_decode=0)
+    endpoints = [
+        WorkerEndpoint(role=WorkerRole.PREFILL, address=f"127.0.0.1:{port}") for port in range(1, 9)
+    ]
+    await world.router.set_workers(endpoints[2:4])
+    await world.router.set_workers(endpoints)
+    got = [status.endpoint for status in world.router.registry.statuses()]
+    assert got == [*endpoints[2:4], *endpoints[:2], *endpoints[4:]]
+
+
 @pytest.mark.parametrize("info", [{"model": "another"}, {"role": WorkerRole.DECODE}])
 async def test_workers_of_another_model_or_role_are_not_used(make_world, info):
     world = await make_world(num_prefill=0)

@@ -8,7 +8,7 @@ from typing import Self
 from core.errors import OverloadedError
 
 
-class Admission:
+class RequestLimit:
     """Counts choices (an HTTP request may ask for several). Never negative, 0 when idle."""
 
     def __init__(self, max_concurrent: int) -> None:
@@ -35,13 +35,13 @@ class Admission:
 
 
 class Ticket:
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, limit: RequestLimit) -> None:
+        self._limit = limit
         self._count = 0
 
     def add(self, count: int) -> None:
         """Room for more choices of the same HTTP request. Raises OverloadedError."""
-        self._admission.take(count)
+        self._limit.take(count)
         self._count += count
 
     def __enter__(self) -> Self:
@@ -53,5 +53,5 @@ class Ticket:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._admission.give_back(self._count)
+        self._limit.give_back(self._count)
         self._count = 0
