@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
 
 from core.config import WorkerConfig
-from core.worker import WorkerId, WorkerInfo, endpoint
+from core.worker import Progress, WorkerId, WorkerInfo, endpoint
 from decode_workers.peer_client import GrpcPeerClient
 from decode_workers.worker import DecodeWorker
 from engine.block_pool import BlockPool
@@ -23,9 +22,7 @@ from protocol.worker_server import WorkerServer
 class DecodeServer:
     """`start`, then `wait`, then `stop`. `progress(what, fraction)` is told of loading weights."""
 
-    def __init__(
-        self, config: WorkerConfig, *, progress: Callable[[str, float], None] | None = None
-    ) -> None:
+    def __init__(self, config: WorkerConfig, *, progress: Progress | None = None) -> None:
         self._config = config
         self._progress = progress
 

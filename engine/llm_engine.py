@@ -6,13 +6,14 @@ It is the baseline that disaggregation is measured against and the oracle its to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.config import EngineConfig
 from core.errors import ContextLengthError, TwostrokeError
 from core.prefix import hash_root
 from core.request import FinishReason, GenerateRequest, TokenChunk
+from core.worker import Progress
 from engine.batch import Batch
 from engine.block_pool import BlockPool
 from engine.executor import Executor, LocalExecutor, longest_sequence
@@ -42,9 +43,7 @@ class LLMEngine:
         self._decode = DecodeScheduler(config.scheduler, self.pool, self.max_model_len)
 
     @classmethod
-    def from_config(
-        cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None
-    ) -> LLMEngine:
+    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> LLMEngine:
         return cls(config, LocalExecutor(ModelRunner(config, progress=progress)))
 
     def step(self) -> list[StepOutput]:

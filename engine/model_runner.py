@@ -13,12 +13,13 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.kv import KVLayout
 from core.model_config import ModelConfig, load_model_config
+from core.worker import Progress
 from engine.batch import Batch, build_inputs
 from engine.kernels import plan_attention
 from engine.kv_cache import KVCache
 from engine.models.registry import build_model
 from engine.sampler import NO_TOKEN, sample
-from engine.weights.loader import Progress, load_weights, open_checkpoint
+from engine.weights.loader import load_weights, open_checkpoint
 from parallel.groups import Group, Placement, SingleRank
 from parallel.partition import kv_head_range
 

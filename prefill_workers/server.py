@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
 
 from core.config import WorkerConfig
-from core.worker import WorkerId, WorkerInfo, endpoint
+from core.worker import Progress, WorkerId, WorkerInfo, endpoint
 from engine.block_pool import BlockPool
 from engine.executor import LocalExecutor
 from engine.model_runner import ModelRunner
@@ -24,9 +23,7 @@ from protocol.worker_server import WorkerServer
 class PrefillServer:
     """`start`, then `wait`, then `stop`. `progress(what, fraction)` is told of loading weights."""
 
-    def __init__(
-        self, config: WorkerConfig, *, progress: Callable[[str, float], None] | None = None
-    ) -> None:
+    def __init__(self, config: WorkerConfig, *, progress: Progress | None = None) -> None:
         self._config = config
         self._progress = progress
 

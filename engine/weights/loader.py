@@ -10,12 +10,10 @@ from typing import ClassVar, Protocol
 from torch import nn
 
 from core.errors import ModelLoadError
+from core.worker import Progress
 from engine.weights.gguf import open_gguf
 from engine.weights.safetensors import open_safetensors
 from parallel.weights import HasWeightSlots, StoredTensor, WeightSlot
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction done, 0 to 1."""
 
 
 class CheckpointModel(Protocol):
