@@ -15,6 +15,7 @@
         |-- WorkerUnavailableError     no worker can take the request now
         |-- WorkerLostError            the worker died or its stream broke
         |-- PreemptedError             the decode worker needed the blocks for older sequences
+        |-- StepFailedError            the model step it shared with others raised
         `-- TransferError              KV blocks could not be moved
             |-- HandshakeRefusedError  the two sides' layouts differ
             `-- StaleHandleError       the handle's blocks are no longer promised
@@ -94,6 +95,10 @@ class WorkerLostError(RetryableError):
 
 class PreemptedError(RetryableError):
     code = "preempted"
+
+
+class StepFailedError(RetryableError):
+    code = "step_failed"
 
 
 class TransferError(RetryableError):

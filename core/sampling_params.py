@@ -13,6 +13,8 @@ from core.errors import InvalidRequestError
 
 MAX_STOP_TOKEN_IDS = 128
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
+"""Of what is a count or a token id; it has 32 bits on the wire."""
 
 
 def _require(ok: bool, param: str, message: str) -> None:
@@ -41,14 +43,14 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p"):
             _require(math.isfinite(getattr(self, name)), name, f"{name} must be a finite number")
         _require(0.0 <= self.temperature <= 2.0, "temperature", "temperature must be in [0, 2]")
-        _require(self.top_k >= 0, "top_k", "top_k must be 0 (off) or a positive integer")
+        _require(0 <= self.top_k <= MAX_COUNT, "top_k", "top_k must be 0 (off) or a 31-bit integer")
         _require(0.0 < self.top_p <= 1.0, "top_p", "top_p must be in (0, 1]")
         _require(0.0 <= self.min_p <= 1.0, "min_p", "min_p must be in [0, 1]")
         _require(abs(self.seed) <= MAX_SEED, "seed", "seed must fit in 64 bits")
-        _require(self.max_tokens >= 1, "max_tokens", "max_tokens must be at least 1")
+        _require(1 <= self.max_tokens <= MAX_COUNT, "max_tokens", "max_tokens must be at least 1")
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS
-            and all(token_id >= 0 for token_id in self.stop_token_ids),
+            and all(0 <= token_id <= MAX_COUNT for token_id in self.stop_token_ids),
             "stop_token_ids",
             f"stop_token_ids must be at most {MAX_STOP_TOKEN_IDS} non-negative integers",
         )

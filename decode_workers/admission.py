@@ -53,6 +53,8 @@ class Admission:
             raise ContextLengthError(
                 f"{num_tokens} tokens leave no room in a context of {self._max_model_len}"
             )
+        if (handle.request_id, handle.attempt) != sequence.key:
+            raise StaleHandleError("the handle is of another request or attempt")
         if handle.num_tokens != num_tokens - 1:
             raise StaleHandleError(
                 f"the handle covers {handle.num_tokens} tokens, the request needs {num_tokens - 1}"

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from core.config import EngineConfig
 from core.errors import (
     HandshakeRefusedError,
-    InternalError,
     InvalidRequestError,
     PreemptedError,
+    StepFailedError,
     TwostrokeError,
 )
 from core.kv import KVHandle
@@ -70,7 +70,7 @@ class DecodeWorker:
             token_ids = self._executor.execute(Batch(sequences=tuple(shares)))
         except Exception as error:
             logger.exception("a decode step failed")
-            known = error if isinstance(error, TwostrokeError) else InternalError("a step failed")
+            known = error if isinstance(error, TwostrokeError) else StepFailedError("a step failed")
             outputs += [self._end(*share.key, known) for share in shares]
             return StepResult(outputs, worked=True)
         outputs += [self._output(s) for s in self._scheduler.update(shares, token_ids)]

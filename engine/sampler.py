@@ -40,13 +40,19 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
 def _sample_random(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     """Temperature, top_k, top_p, min_p, then the inverse of the cumulative distribution in token-id
     order. float64 throughout, as 2**17 float32 terms do not sum to 1."""
-    scaled = logits.double() / _column(logits, [spec.sampling.temperature for spec in specs])
+    logits = logits.double()
+    # The largest is 0, so that no temperature, however small, makes an infinity of it.
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    scaled = scaled / _column(logits, [spec.sampling.temperature for spec in specs])
     scaled = _filter_top_k(scaled, [spec.sampling.top_k for spec in specs])
     probabilities = scaled.softmax(dim=-1)
     probabilities = _filter_top_p(probabilities, [spec.sampling.top_p for spec in specs])
     probabilities = _filter_min_p(probabilities, [spec.sampling.min_p for spec in specs])
     cumulative = probabilities.cumsum(dim=-1)
-    drawn = _column(logits, [uniform(spec) for spec in specs]) * cumulative[:, -1:]
+    total = cumulative[:, -1:]
+    drawn = _column(logits, [uniform(spec) for spec in specs]) * total
+    # Below the total even if the product rounds up to it, or there would be no id beyond the draw.
+    drawn = drawn.minimum(total.nextafter(torch.zeros_like(total)))
     # right=True: the first id whose cumulative sum exceeds the draw, never one of probability 0.
     return torch.searchsorted(cumulative, drawn, right=True).squeeze(-1)
 

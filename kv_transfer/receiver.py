@@ -29,6 +29,8 @@ from kv_transfer.transport import Transport, TransportFactory, bare
 
 logger = logging.getLogger(__name__)
 
+MAX_PEERS = 128
+"""Owners dealt with at a time: each costs two threads and a few sockets."""
 IDLE_S = 60.0
 """A peer without jobs and leases for this long is dropped, with its threads and its channel."""
 MIN_RENEWAL_S = 0.02
@@ -149,7 +151,8 @@ class KVReceiver:
             if (peer := self._peer(handle)) is not None:
                 peer.submit(job)
                 return
-        self.finished(job.done(_shutting_down(), 0.0))
+        full = TransferError("too many KV owners are being dealt with")
+        self.finished(job.done(_shutting_down() if self._closed else full, 0.0))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """A pull that has not begun ends now with AbortedError; a running one runs to its end."""
@@ -169,12 +172,15 @@ class KVReceiver:
         self.wake()
 
     def _peer(self, handle: KVHandle) -> _Peer | None:
-        """None when closed. The caller keeps the lock until it has handed in what it came for, so
-        that the peer cannot retire in between."""
+        """None when closed or full. The caller keeps the lock until it has handed in what it came
+        for, so that the peer cannot retire in between."""
         if self._closed:
             return None
         key = (handle.address, handle.incarnation)
         if key not in self._peers:
+            if len(self._peers) >= MAX_PEERS:
+                logger.error("%d owners of KV are known; not dialling another", MAX_PEERS)
+                return None
             self._peers[key] = _Peer(self, self._connect(handle.address), handle)
         return self._peers[key]
 
@@ -325,11 +331,22 @@ class _Peer:
             error = self._attempt(job, started + self._receiver.config.timeout_s)
             if error is not None:
                 self._drop_channel()
-            self._finish(job, error, clock() - started)
+            seconds = clock() - started
+            self._finish(job, error, seconds)
+            if error is not None and seconds >= self._receiver.config.timeout_s:
+                self._fail_queued(error)
         self._drop_channel()
         with self._state:
             self._drained = True
             self._state.notify_all()
+
+    def _fail_queued(self, error: TwostrokeError) -> None:
+        """The owner let a whole timeout pass. What waited behind it is better off elsewhere than
+        waiting for as many timeouts."""
+        with self._state:
+            dropped, self._jobs = list(self._jobs), deque()
+        for job in dropped:
+            self._finish(job, type(error)(error.message), 0.0)
 
     def _next_job(self) -> _Job | None:
         """The next job, or None when the peer has ended."""

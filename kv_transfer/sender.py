@@ -28,6 +28,8 @@ from kv_transfer.transport import Transport, TransportFactory, bare
 
 logger = logging.getLogger(__name__)
 
+MAX_JOINING = 32
+"""Channels being set up at a time; each costs a thread until its other end comes."""
 CHANNEL_IDLE_S = 90.0
 """A channel unused for this long is closed: its reader, if alive, has let go of it before that."""
 
@@ -126,6 +128,9 @@ class KVSender:
         channel = _Channel(StagingBuffer(self._kv), offer.max_message_bytes, self._clock())
         receiver = offer.channel_id.partition(".")[0]
         with self._lock:
+            num_joining = sum(not other.transport.done() for other in self._channels.values())
+            if num_joining >= MAX_JOINING:
+                raise TransferError("too many KV channels are being set up")
             old = [name for name in self._channels if name.partition(".")[0] == receiver]
             closing = [self._channels.pop(name) for name in old]
             self._channels[offer.channel_id] = channel

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from core.config import EngineConfig
-from core.errors import ContextLengthError, InternalError, InvalidRequestError, TwostrokeError
+from core.errors import ContextLengthError, InvalidRequestError, StepFailedError, TwostrokeError
 from core.kv import KVHandle
 from core.lifetime import PrefillTimes
 from core.prefix import hash_root
@@ -132,7 +132,7 @@ class PrefillWorker:
 
     def _fail(self, shares: list[ScheduledSequence], error: Exception) -> list[SequenceOutput]:
         """The step's sequences end with an error and the worker goes on."""
-        known = error if isinstance(error, TwostrokeError) else InternalError("a model step failed")
+        known = error if isinstance(error, TwostrokeError) else StepFailedError("a step failed")
         for share in shares:
             self._scheduler.abort(*share.key)
         return [

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import grpc
 
-from core.errors import InvalidRequestError, TwostrokeError
+from core.errors import InternalError, InvalidRequestError, TwostrokeError
 from core.kv import KVHandle
 from core.request import GenerateRequest, RequestKey, SequenceOutput
 from core.worker import WorkerInfo, WorkerReport
@@ -182,4 +182,16 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
 
 
 def _send(session: _Session, outputs: list[SequenceOutput]) -> None:
-    session.send(pb.WorkerMessage(step=pb.StepOutputs(outputs=map(output_to_proto, outputs))))
+    session.send(pb.WorkerMessage(step=pb.StepOutputs(outputs=map(_to_proto, outputs))))
+
+
+def _to_proto(output: SequenceOutput) -> pb.SequenceOutput:
+    """What does not fit the wire is that request's failure, never its neighbours' silence."""
+    try:
+        return output_to_proto(output)
+    except (TypeError, ValueError):
+        logger.exception("an output of %s cannot be sent", output.key)
+        error = InternalError("the answer cannot be sent")
+        return output_to_proto(
+            SequenceOutput(request_id=output.request_id, attempt=output.attempt, error=error)
+        )

@@ -50,6 +50,7 @@ _CHANNEL_OPTIONS = (
     # MIN_PING_INTERVAL_MS, or the worker ends the session.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # without it the ping's own minute counts
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),  # or it sends 127.0.0.1 through a proxy of the environment
     ("grpc.use_local_subchannel_pool", 1),  # a new session starts with no one else's backoff
@@ -171,14 +172,14 @@ class WorkerClient:
             raise WorkerUnavailableError(f"the worker at {self.address} is not connected")
         key = request.key
         assert key not in self._streams, f"{key} is already on {self.info.worker_id}"
-        stream = OutputStream(lambda: self.release(*key))
-        self._streams[key] = stream
-        if timeout_s is not None:
-            stream.expire_after(timeout_s)
         submit = pb.Submit(
             request=request_to_proto(request),
             handle=None if handle is None else handle_to_proto(handle),
         )
+        stream = OutputStream(lambda: self.release(*key))
+        self._streams[key] = stream
+        if timeout_s is not None:
+            stream.expire_after(timeout_s)
         self._outbox.put_nowait(pb.RouterMessage(submit=submit))
         return stream
 

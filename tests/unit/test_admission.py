@@ -102,6 +102,8 @@ def test_alone_it_may_take_the_last_block(arrive):
     ("change", "error"),
     [
         ({"num_tokens": 8}, StaleHandleError),
+        ({"request_id": "other"}, StaleHandleError),
+        ({"attempt": 1}, StaleHandleError),
         ({"block_hashes": tuple(hash_blocks(range(1, 10), 4, ROOT))}, StaleHandleError),
         ({"block_hashes": ()}, StaleHandleError),
         ({"blocks": ()}, StaleHandleError),

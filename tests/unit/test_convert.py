@@ -18,7 +18,7 @@ from protocol import worker_pb2 as pb
 
 NAMES = st.text(max_size=12)
 COUNTS = st.integers(0, 2**31 - 1)
-TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=6).map(tuple)
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 SECONDS = st.floats(0, 1e6)
 HASHES = st.lists(st.binary(min_size=16, max_size=16).map(BlockHash), max_size=4).map(tuple)
 REFS = st.lists(

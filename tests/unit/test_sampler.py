@@ -155,6 +155,18 @@ def test_a_row_that_is_not_finite_has_no_token_and_its_neighbours_are_as_alone(b
     assert sample(logits, specs).tolist() == [alone[0], NO_TOKEN, alone[2]]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-300, 1e-30, 1e-5])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
+    logits = torch.tensor([[-3.0, 2.0, 7.5, 7.4], [1e30, -1e30, 5.0, 0.0]])
+    rows = [spec(temperature=temperature, seed=3), spec(temperature=temperature, top_p=0.9)]
+    assert sample(logits, rows).tolist() == [2, 0]
+
+
+def test_the_largest_draw_takes_the_last_token_that_can_be_taken(monkeypatch):
+    monkeypatch.setattr("engine.sampler.uniform", lambda spec: 1.0)
+    assert sample(torch.tensor([[1.0, 1.0, float("-inf")]]), [spec()]).tolist() == [1]
+
+
 def test_a_draw_of_zero_never_takes_a_filtered_token(monkeypatch):
     monkeypatch.setattr("engine.sampler.uniform", lambda spec: 0.0)
     assert sample(torch.tensor([[0.0, 1.0, 2.0]]), [spec(top_k=1)]).tolist() == [2]

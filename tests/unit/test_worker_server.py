@@ -270,6 +270,28 @@ async def test_an_attempt_that_is_here_already_is_refused_and_the_first_goes_on(
     assert await router.collect("a") == {"a": [1, 2, 3]}
 
 
+async def test_an_output_that_does_not_fit_the_wire_fails_alone(served, router, make_request):
+    _, worker, _ = served
+    await router.hello()
+    step = worker.step
+
+    def odd():
+        result = step()
+        outputs = [
+            replace(o, token_ids=(2**40,)) if o.request_id == "odd" else o for o in result.outputs
+        ]
+        return StepResult(outputs, worked=result.worked)
+
+    worker.step = odd
+    await router.submit(make_request([1], request_id="odd"))
+    await router.submit(make_request([1, 2, 3], request_id="good"))
+    seen = []
+    while sum(output.request_id == "good" for output in seen) < 3:
+        seen += await router.step()
+    [failed] = [output for output in seen if output.request_id == "odd"]
+    assert isinstance(failed.error, InternalError)
+
+
 async def test_another_model_is_refused(router, make_request):
     await router.hello()
     await router.submit(replace(make_request([1], request_id="a"), model="other"))

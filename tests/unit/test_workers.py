@@ -23,6 +23,7 @@ from core.errors import (
     InvalidRequestError,
     PreemptedError,
     StaleHandleError,
+    StepFailedError,
     TransferError,
     TwostrokeError,
 )
@@ -63,13 +64,13 @@ class Peer:
 class Pair:
     """One prefill and one decode worker, stepped by the test as their threads would."""
 
-    def __init__(self, prefill_executor, decode_executor, config, lease_s=5.0):
+    def __init__(self, prefill_executor, decode_executor, config, lease_s=5.0, timeout_s=5.0):
         transports = LoopbackTransports()
         self.gate = threading.Event()
         self.gate.set()
         """Cleared, it holds every transfer where the receive is posted and nothing was sent."""
         transfer = TransferConfig(
-            lease_s=lease_s, timeout_s=5.0, verify_checksum=True, max_message_bytes=64
+            lease_s=lease_s, timeout_s=timeout_s, verify_checksum=True, max_message_bytes=64
         )
         self.prefill_executor, self.decode_executor = prefill_executor, decode_executor
         self.prefill_pool = BlockPool(prefill_executor.num_blocks, config.cache.block_size)
@@ -164,13 +165,22 @@ class Pair:
 @pytest.fixture(scope="session")
 def make_pair(token_executor, engine_config):
     @contextmanager
-    def make(*, prefill_blocks=32, decode_blocks=32, max_model_len=1000, lease_s=5.0, **sizes):
+    def make(
+        *,
+        prefill_blocks=32,
+        decode_blocks=32,
+        max_model_len=1000,
+        lease_s=5.0,
+        timeout_s=5.0,
+        **sizes,
+    ):
         config = engine_config(**sizes)
         pair = Pair(
             token_executor(prefill_blocks, config.cache.block_size, max_model_len),
             token_executor(decode_blocks, config.cache.block_size, max_model_len),
             config,
             lease_s,
+            timeout_s,
         )
         try:
             yield pair
@@ -354,6 +364,20 @@ def test_an_attempt_that_is_here_already_is_refused(make_pair, make_request, exp
         assert tuple(pair.tokens["r"]) == expected_tokens(tuple(range(20)), 3)
 
 
+def test_what_waits_behind_a_silent_owner_fails_with_the_first_timeout(make_pair, make_request):
+    """Not one timeout after the other."""
+    with make_pair(timeout_s=0.4) as pair:
+        pair.gate.clear()
+        for i in range(4):
+            pair.submit(make_request(range(10 * i, 10 * i + 10), request_id=str(i), max_tokens=4))
+        started = time.monotonic()
+        pair.run(lambda: len(pair.ended) == 4)
+        assert time.monotonic() - started < 4 * 0.4
+        assert all(isinstance(error, TransferError) for error in pair.ended.values())
+        pair.gate.set()
+        pair.run(pair.nothing_is_held)
+
+
 def test_nobody_comes_for_the_kv(make_pair, make_request):
     with make_pair(lease_s=0.2) as pair:
         pair.submit(make_request(range(30), max_tokens=4))
@@ -414,7 +438,7 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_worker(
         executor.execute = fail_once
         pair.submit(make_request(range(10), request_id="dies", max_tokens=4))
         pair.run_to_the_end()
-        assert isinstance(pair.ended["dies"], InternalError)
+        assert isinstance(pair.ended["dies"], StepFailedError)
         pair.submit(make_request(range(10), request_id="lives", max_tokens=4))
         pair.run_to_the_end()
         assert tuple(pair.tokens["lives"]) == expected_tokens(tuple(range(10)), 4)
