@@ -194,23 +194,28 @@ async def test_only_decode_worker_killed_mid_stream_is_an_error_event_and_the_ro
             await asyncio.sleep(0.05)
 
 
-async def test_another_decode_worker_continues_the_stream_of_a_dead_one(cluster_of, tiny_model):
-    """Promise 5, as far as the one recovery path goes: no token lost, none doubled."""
+@pytest.mark.parametrize("fault", ["killed", pytest.param("frozen", marks=pytest.mark.slow)])
+async def test_another_decode_worker_continues_the_stream(cluster_of, tiny_model, fault):
+    """No token lost, none doubled. A frozen process is noticed by its missing pings, and when it
+    wakes up its old stream is over."""
     async with cluster_of(tiny_model, num_decode=2) as cluster:
         body = {**LONG_ANSWER, "max_tokens": 400}
         expected = await cluster.complete(body["prompt"], 400)
         request = cluster.http.build_request("POST", "/v1/completions", json=body)
         response = await cluster.http.send(request, stream=True)
-        tokens, killed = [], False
+        tokens, victim, started = [], None, asyncio.get_running_loop().time()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 tokens += json.loads(line[6:])["choices"][0]["token_ids"]
-            if len(tokens) > 20 and not killed:
-                killed = True
-                request_id = response.headers["x-request-id"]
-                life = await cluster.http.get(f"/debug/requests/{request_id}")
+            if len(tokens) > 20 and victim is None:
+                life = await cluster.http.get(f"/debug/requests/{response.headers['x-request-id']}")
                 name = life.json()["decode_worker"]
-                next(w for w in cluster.decode if name.startswith(w.config.name)).kill()
+                victim = next(w for w in cluster.decode if name.startswith(w.config.name))
+                victim.kill() if fault == "killed" else victim.freeze()
         await response.aclose()
-        assert killed
+        assert victim is not None
         assert tokens == expected
+        assert asyncio.get_running_loop().time() - started < 40
+        if fault == "frozen":
+            victim.thaw()
+            await cluster.until_nothing_is_held(within_s=5)
