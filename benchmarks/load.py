@@ -109,7 +109,7 @@ async def closed_loop(
     outcomes: list[Outcome] = []
 
     async def client_loop() -> None:
-        async with httpx.AsyncClient(timeout=timeout_s) as client:
+        async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as client:
             for wanted in todo:
                 outcomes.append(await ask(client, url, model, wanted))
 
