@@ -1,8 +1,11 @@
 # make demo and make test are all you need; both make .venv first, and a second run is quick.
 #   make demo PYTHON=python3.12                                          another interpreter
 #   make demo TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu       the small CPU build of torch
+#   make demo PORT=8123                                                  serve there
 VENV ?= .venv
 export VENV PYTHON TORCH_INDEX_URL
+# Not from the environment: there PORT is other programs'.
+port := $(if $(filter command line,$(origin PORT)),--port $(PORT))
 
 .PHONY: help demo test check format proto clean
 
@@ -10,7 +13,7 @@ help: ## say what there is
 	@sed -n 's/^\([a-z]*\):.*## /make \1: /p' Makefile
 
 demo: $(VENV)/.run ## bring a cluster up on this machine, ask it a question, show where the time went
-	@$(VENV)/bin/twostroke demo $(ARGS)
+	@$(VENV)/bin/twostroke demo $(port) $(ARGS)
 
 test: $(VENV)/.dev ## lint, types, layers and all tests
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/check $(ARGS)

@@ -37,10 +37,11 @@ class Delta:
 
 
 class ApiClient:
-    """`url` is the router's, without /v1."""
+    """`url` is the router's; http:// and /v1 may stand or not."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        with_scheme = url if "://" in url else f"http://{url}"
+        self.url = with_scheme.rstrip("/").removesuffix("/v1")
         # No proxy from the environment: the router is on this machine or on its network.
         self._http = httpx.Client(
             base_url=self.url,
@@ -97,7 +98,8 @@ class ApiClient:
             yield
         except httpx.ConnectError:
             raise ConfigError(
-                f"no router answers at {self.url}; start a cluster with `twostroke up`"
+                f"no router answers at {self.url}; start a cluster with `twostroke up`,"
+                " or name another router with --url"
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise InternalError(f"{self.url}: {error or type(error).__name__}") from error

@@ -21,6 +21,8 @@ from deploy.config_file import (
     nearest,
 )
 
+URL_HELP = "of the router (default: the newest cluster that `up` runs here)"
+
 OVERVIEW = """\
 Twostroke serves language models in two strokes: prefill workers read prompts, decode
 workers write answers, and a router speaks the OpenAI API in front of them.
@@ -46,8 +48,9 @@ examples:
   twostroke up --detach && twostroke chat          in the background
   twostroke up --config cluster.yaml               settings from a file
 
-Every option can also stand in the file (block_size: 32) or in the environment
-(TWOSTROKE_BLOCK_SIZE=32). Options win over variables, variables over the file.
+All settings can also stand in the file (block_size: 32) or in the environment
+(TWOSTROKE_BLOCK_SIZE=32); --config has only a variable, --detach and --no-ray neither. Options win
+over variables, variables over the file.
 """
 
 CHAT_EXAMPLES = """\
@@ -55,6 +58,10 @@ examples:
   twostroke chat                                   a conversation
   twostroke chat -v "Why is the sky blue?"         one answer, and where its time went
   twostroke chat --system "Answer in one word." --url http://10.0.0.5:8000
+"""
+
+DOWN_NOTE = """\
+Where several clusters run, it must be said which: --port or --all.
 """
 
 PROCESS_EXAMPLES = """\
@@ -109,6 +116,8 @@ def _add_settings(parser: Parser, keys: Iterable[str]) -> None:
             group.add_argument(
                 flag_name(key), action="store_const", const="true", help=setting.help + also
             )
+        elif key == "backend":
+            _add_backend(group)
         elif key == "model":
             group.add_argument("model_argument", nargs="?", metavar="MODEL", help=setting.help)
             group.add_argument("--model", metavar="MODEL", help="the same, as an option")
@@ -117,14 +126,10 @@ def _add_settings(parser: Parser, keys: Iterable[str]) -> None:
     group.add_argument("--config", metavar="FILE", help="YAML file with settings")
 
 
-def _add_backend(parser: Parser) -> None:
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument(
-        "--backend",
-        choices=["ray", "processes", "local"],
-        default="ray",
-        help="where workers live: Ray actors (the default), plain processes, or this process",
-    )
+def _add_backend(group: argparse._ArgumentGroup) -> None:
+    choice = group.add_mutually_exclusive_group()
+    setting = SETTINGS["backend"]
+    choice.add_argument("--backend", metavar=setting.metavar, help=setting.help)
     choice.add_argument(
         "--no-ray", dest="backend", action="store_const", const="local", help="--backend local"
     )
@@ -137,7 +142,6 @@ def _add_debug(parser: Parser) -> None:
 def _add_up(commands: Commands[Parser]) -> None:
     up = _command(commands, "up", "start a cluster on this machine", UP_EXAMPLES)
     up.add_argument("--detach", action="store_true", help="return once it serves")
-    _add_backend(up)
     _add_settings(up, UP_SETTINGS)
 
 
@@ -150,14 +154,13 @@ def _add_demo(commands: Commands[Parser]) -> None:
     stay.add_argument(
         "--once", action="store_true", help="stop after the answer (default without a terminal)"
     )
-    _add_backend(demo)
     _add_settings(demo, UP_SETTINGS)
 
 
 def _add_chat(commands: Commands[Parser]) -> None:
     chat = _command(commands, "chat", "talk to a cluster", CHAT_EXAMPLES)
     chat.add_argument("question", nargs="?", help="ask only this, then leave")
-    chat.add_argument("--url", help="of the router (default: the cluster that runs here)")
+    chat.add_argument("--url", help=URL_HELP)
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     chat.add_argument(
         "--max-tokens", type=int, default=512, metavar="N", help="longest answer (default 512)"
@@ -174,14 +177,16 @@ def _add_chat(commands: Commands[Parser]) -> None:
 
 def _add_status(commands: Commands[Parser]) -> None:
     status = _command(commands, "status", "show workers, their load and KV use")
-    status.add_argument("--url", help="of the router (default: the cluster that runs here)")
+    status.add_argument("--url", help=URL_HELP)
     status.add_argument("--json", action="store_true", help="as JSON, for scripts")
     _add_debug(status)
 
 
 def _add_down(commands: Commands[Parser]) -> None:
-    down = _command(commands, "down", "stop what `twostroke up` started here")
-    down.add_argument("--port", type=int, metavar="PORT", help="only the cluster on this port")
+    down = _command(commands, "down", "stop what `twostroke up` started here", DOWN_NOTE)
+    which = down.add_mutually_exclusive_group()
+    which.add_argument("--port", type=int, metavar="PORT", help="the cluster on this port")
+    which.add_argument("--all", action="store_true", help="all of them")
     _add_debug(down)
 
 
@@ -195,7 +200,7 @@ def _add_processes(commands: Commands[Parser]) -> None:
     for role in WorkerRole:
         worker = _command(commands, role.value, f"run one {role} worker process", PROCESS_EXAMPLES)
         worker.set_defaults(role=role)
-        worker.add_argument("--name", help=f"unique in the cluster (default {role}-0)")
+        worker.add_argument("--name", help="unique in the cluster (default: from its address)")
         _add_settings(worker, WORKER_SETTINGS)
         _add_debug(worker)
 

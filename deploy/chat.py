@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.errors import TwostrokeError
+from core.errors import ConfigError, TwostrokeError
 from deploy.api_client import ApiClient, Message
 from deploy.timeline import render
 
 LIFETIME_TRIES = 5
-GREETING = "Type a question. Ctrl-C stops an answer, /new forgets the conversation, /exit leaves."
+GREETING = "Type a question; /help lists the commands."
+HELP = """\
+/new    forget the conversation
+/help   this
+/exit   leave; so do exit, quit and Ctrl-D
+Ctrl-C stops an answer."""
+LEAVE = ("/exit", "/quit", "exit", "quit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +47,8 @@ class Answer:
 
 
 def ask_once(client: ApiClient, question: str, options: ChatOptions) -> int:
+    if not question.strip():
+        raise ConfigError("the question is empty")
     messages = [*options.opening(), Message(role="user", content=question)]
     answer = stream_answer(client, messages, options)
     if options.verbose:
@@ -48,7 +57,7 @@ def ask_once(client: ApiClient, question: str, options: ChatOptions) -> int:
 
 
 def converse(client: ApiClient, options: ChatOptions) -> int:
-    """Until end of input or /exit. An answer that fails is told and forgotten."""
+    """Until end of input or one of LEAVE. An answer that fails is told and forgotten."""
     # Imported here: importing it is what gives input() line editing, and it takes hold of the
     # terminal, which only a conversation should. Some Pythons are built without it.
     with contextlib.suppress(ImportError):
@@ -58,9 +67,18 @@ def converse(client: ApiClient, options: ChatOptions) -> int:
     while (question := _read_question()) is not None:
         if question == "/new":
             messages = options.opening()
+        elif question == "/help":
+            print(HELP, file=sys.stderr)
+        elif _is_command(question):
+            print(f"unknown command {question.split()[0]}; /help lists them", file=sys.stderr)
         elif question:
             messages = _turn(client, messages, question, options)
     return 0
+
+
+def _is_command(question: str) -> bool:
+    """`/word ...`; a path is a question's own."""
+    return re.match(r"/\w+(\s|$)", question) is not None
 
 
 def _read_question() -> str | None:
@@ -69,7 +87,7 @@ def _read_question() -> str | None:
     except (EOFError, KeyboardInterrupt):
         print(file=sys.stderr)
         return None
-    return None if text in ("/exit", "/quit") else text
+    return None if text in LEAVE else text
 
 
 def _turn(

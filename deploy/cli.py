@@ -27,7 +27,7 @@ from deploy.config_file import (
     state_folder,
     worker_config,
 )
-from deploy.logs import configure_logging
+from deploy.logs import ProgressLines, configure_logging
 from deploy.model_source import resolve_model
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -49,7 +49,7 @@ def _up(args: argparse.Namespace) -> int:
     if args.detach:
         again = [word for word in args.argv[1:] if word != "--detach"]
         return detach(again, settings, records=records, logs=state_folder() / "logs")
-    return up(settings, backend=Backend(args.backend), records=records)
+    return up(settings, backend=Backend(settings.backend), records=records)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -59,9 +59,8 @@ def _demo(args: argparse.Namespace) -> int:
     from deploy.up import Backend
 
     stay = args.stay or (sys.stdin.isatty() and not args.once)
-    return demo(
-        settings, stay=stay, backend=Backend(args.backend), port_given=args.port is not None
-    )
+    port_given = args.port is not None or settings.port != Settings().port
+    return demo(settings, stay=stay, backend=Backend(settings.backend), port_given=port_given)
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -89,10 +88,13 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _running_url() -> str:
-    """The newest cluster that `up` has running here; the usual address when there is none."""
-    from deploy.state_file import Records
+    """The newest cluster that `up` has running here; the usual address when there is none. Says
+    which one it took of several."""
+    from deploy.state_file import Records, several
 
     records = Records(state_folder() / "clusters").all()
+    if len(records) > 1:
+        print(f"{several(records)}; taking {records[-1].url} (--url: another)", file=sys.stderr)
     return records[-1].url if records else DEFAULT_URL
 
 
@@ -100,7 +102,7 @@ def _down(args: argparse.Namespace) -> int:
     from deploy.state_file import Records, choose, stop
 
     records = Records(state_folder() / "clusters")
-    chosen = choose(records.all(), args.port)
+    chosen = choose(records.all(), args.port, every=args.all)
     if not chosen:
         print("nothing is running")
     for record in chosen:
@@ -144,15 +146,16 @@ def _worker(args: argparse.Namespace) -> int:
         settings,
         resolve_model(settings.model),
         role=args.role,
-        name=args.name or f"{args.role}-0",
+        name=args.name,
     )
+    progress = ProgressLines(config.name)
 
     def ready(info: WorkerInfo) -> None:
         identity = asdict(info.worker_id)
         _announce(role=info.role.value, address=info.address, pid=info.pid, **identity)
 
     async def serve() -> int:
-        await serve_worker(config, ready)
+        await serve_worker(config, ready, progress)
         return 1  # a worker that ends by itself has failed
 
     return run_until_stopped(serve)
@@ -178,6 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     args = parse(argv)
     configure_logging(logging.INFO if args.debug else logging.WARNING)
+    if args.command == "router":  # nobody else tells which workers it has
+        logging.getLogger("deploy").setLevel(logging.INFO)
     try:
         return HANDLERS[args.command](args)
     except TwostrokeError as error:

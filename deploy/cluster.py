@@ -7,6 +7,7 @@ it runs, the router is told of every worker that comes or goes.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable
 from types import TracebackType
@@ -20,6 +21,7 @@ from router.server import RouterServer, WorkerEndpoint
 from router.tokenizer import Tokenizer, load_tokenizer
 
 POLL_S = 5.0
+PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 CONNECT_S = 20.0
 Observer = Callable[[ClusterState], None]
 """Shown every state the workers go through. Called on the event loop; must not block."""
@@ -49,8 +51,9 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
+            other = "--port" if getattr(error, "errno", None) in PORT_ERRORS else "--host"
             raise ConfigError(
-                f"cannot listen on {endpoint(host, port)} ({reason}); choose another with --port"
+                f"cannot listen on {endpoint(host, port)} ({reason}); choose another with {other}"
             ) from None
 
 

@@ -11,6 +11,7 @@ import difflib
 import ipaddress
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from core.config import (
     WorkerConfig,
 )
 from core.errors import ConfigError
-from core.worker import WorkerRole
+from core.worker import WorkerRole, endpoint
 from deploy.model_source import DEFAULT_MODEL, ResolvedModel
 
 ENV_PREFIX = "TWOSTROKE_"
@@ -56,6 +57,7 @@ class Settings:
     request_timeout: float = 600.0
     verify_checksum: bool = False
     debug: bool = False
+    backend: str = "ray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +72,17 @@ class Setting:
 
 
 def _whole(text: str) -> int:
+    if re.fullmatch(r"-\d+", text):
+        raise ValueError("must not be negative")
     if not re.fullmatch(r"\d+", text):
         raise ValueError(f"{text!r} is not a whole number")
     return int(text)
 
 
 def _positive(text: str) -> int:
-    value = _whole(text)
-    if value < 1:
+    if re.fullmatch(r"-\d+|0+", text):
         raise ValueError("must be at least 1")
-    return value
+    return _whole(text)
 
 
 def _port(text: str) -> int:
@@ -167,7 +170,7 @@ SETTINGS: Mapping[str, Setting] = {
         help="float32 (the default) or bfloat16: weights, KV and arithmetic",
     ),
     "threads": Setting(
-        parse=_whole, help="CPU threads of each worker (default: its share of the cores)"
+        parse=_whole, help="CPU threads of each worker (default, and 0: its share of the cores)"
     ),
     "block_size": Setting(parse=_positive, help="positions in one KV block (default 16)"),
     "kv_memory": Setting(
@@ -192,6 +195,11 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "debug": Setting(
         parse=_flag, is_switch=True, help="serve GET /debug/requests/{id}: where the time went"
+    ),
+    "backend": Setting(
+        parse=_one_of("ray", "processes", "local"),
+        metavar="WHERE",
+        help="where workers live: ray (actors, the default), processes, or local (this process)",
     ),
 }
 assert set(SETTINGS) == set(Settings.__dataclass_fields__), "one parser per setting"
@@ -267,7 +275,9 @@ def _from_env(env: Mapping[str, str]) -> dict[str, str]:
 def _from_file(path: str) -> dict[str, str]:
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    except (UnicodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: not readable as YAML: {reason}") from None
     if tree is None:
@@ -338,9 +348,10 @@ def cluster_config(settings: Settings, model: ResolvedModel) -> ClusterConfig:
 
 
 def worker_config(
-    settings: Settings, model: ResolvedModel, *, role: WorkerRole, name: str
+    settings: Settings, model: ResolvedModel, *, role: WorkerRole, name: str | None = None
 ) -> WorkerConfig:
-    """One worker that an operator, or Kubernetes, starts by hand.
+    """One worker that an operator, or Kubernetes, starts by hand. Unnamed, it is called by its
+    address, or, where the port is not known yet, by chance: two are never called the same.
 
     Raises ConfigError when nobody could dial what it would advertise.
     """
@@ -351,7 +362,7 @@ def worker_config(
             " --advertise-host"
         )
     return WorkerConfig(
-        name=name,
+        name=name or _worker_name(role, advertised, settings.port),
         role=role,
         served_model_name=settings.served_model_name or model.served_name,
         engine=engine_config(settings, model),
@@ -360,6 +371,10 @@ def worker_config(
         port=settings.port,
         advertise_host=settings.advertise_host or "",
     )
+
+
+def _worker_name(role: WorkerRole, host: str, port: int) -> str:
+    return f"{role}-{endpoint(host, port)}" if port else f"{role}-{secrets.token_hex(3)}"
 
 
 def _is_wildcard(host: str) -> bool:
@@ -372,9 +387,9 @@ def _is_wildcard(host: str) -> bool:
 def parse_endpoints(texts: Iterable[str], flag: str) -> tuple[str, ...]:
     """`host:port` or `[ipv6]:port`, repeated or separated by commas. Raises ConfigError."""
     endpoints = tuple(part for text in texts for part in text.split(",") if part)
-    for endpoint in endpoints:
-        host, _, port = endpoint.rpartition(":")
+    for given in endpoints:
+        host, _, port = given.rpartition(":")
         bare_ipv6 = ":" in host and not re.fullmatch(r"\[.+\]", host)
         if not host or bare_ipv6 or not port.isdigit() or int(port) > 65535:
-            raise ConfigError(f"{flag}: {endpoint!r} is not host:port")
+            raise ConfigError(f"{flag}: {given!r} is not host:port")
     return endpoints

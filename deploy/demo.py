@@ -19,6 +19,7 @@ from deploy.signals import run_until_stopped
 from deploy.up import Backend, describe, make_cluster, prepare
 
 QUESTION = "What is the capital of France, and what is it known for? Answer in two sentences."
+STOPPED = "Everything is stopped."
 OPTIONS = ChatOptions(max_tokens=96, temperature=0.0, verbose=True)
 
 
@@ -26,6 +27,8 @@ def demo(settings: Settings, *, stay: bool, backend: Backend, port_given: bool) 
     """With `stay`, the cluster serves until Ctrl-C; otherwise it is stopped after one answer."""
     if not port_given:
         settings = replace(settings, port=_free_port(settings))
+        if settings.port == 0:
+            _say(f"port {Settings().port} is taken; any free one will do (--port: another)")
     config = prepare(settings)
     return run_until_stopped(lambda: _demo(config, stay=stay, backend=backend), interrupted=130)
 
@@ -46,12 +49,12 @@ async def _demo(config: ClusterConfig, *, stay: bool, backend: Backend) -> int:
             view.note(f"the cluster serves {cluster.url}/v1")
             # In a thread: the client blocks, and the router shares this event loop.
             await asyncio.to_thread(_ask, cluster.url)
-            _say(_curl(cluster.url, config.router.served_model_name))
             if stay:
+                _say(_curl(cluster.url, config.router.served_model_name))
                 _say(f"Or talk to it: twostroke chat --url {cluster.url}   (Ctrl-C stops it all)")
                 with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C is its normal end
                     await cluster.wait()
-    _say("Everything is stopped.")
+    _say(STOPPED if stay else f"\n{STOPPED} To keep a cluster: twostroke up")
     return 0
 
 

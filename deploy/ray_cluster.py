@@ -8,6 +8,7 @@ token that only this process and its daemons have.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -26,14 +27,19 @@ from core.errors import InternalError
 from deploy.cluster import Cluster, Observer, ignore
 from deploy.placement import total_resources
 from deploy.ray_actors import NAMESPACE, start_controller
+from deploy.signals import rearm
 from deploy.supervisor import ClusterState
 
 OBJECT_STORE_BYTES = 80_000_000
 """Ray's least. Nothing of ours goes through the object store."""
 STOP_S = 20.0
 EXIT_S = 5.0
-MAX_FOLDER_CHARS = 40
-"""Ray puts unix sockets some 60 characters deeper; the kernel allows 107 in all."""
+MAX_BASE_CHARS = 20
+"""Ray's unix sockets lie up to 85 characters deeper; the kernel allows 107 in all."""
+REARM_S = 0.02
+DAEMON_POLL_S = 0.1
+RAY_FOLDER = "r"
+"""Inside ours: Ray opens its own to everybody, ours stays closed around it."""
 Note = Callable[[str], None]
 """Told in a few words what is being done."""
 
@@ -46,6 +52,7 @@ class RayController:
         self._note = note
         self._actor: Any = None
         self._folder: Path | None = None
+        self._daemons: list[psutil.Process] = []
         self._keep_logs = False
 
     async def start(self) -> None:
@@ -55,16 +62,17 @@ class RayController:
         # `stop` and shuts down what it made.
         self._init = asyncio.ensure_future(asyncio.to_thread(_init, self._config, self._folder))
         try:
-            await asyncio.shield(self._init)
+            await asyncio.shield(_armed(self._init))
         except (RuntimeError, ConnectionError, RayError) as error:
             raise self._failed(f"Ray did not start: {_first_line(error)}") from error
+        self._daemons = await asyncio.to_thread(_daemons, self._folder)
         self._note("starting workers")
         self._actor = start_controller(self._config)
 
     @property
     def log_folder(self) -> str:
         """Logs of Ray and of all workers; gone after a clean stop, kept after a failure."""
-        return f"{self._folder}/session_latest/logs"
+        return f"{self._folder}/{RAY_FOLDER}/session_latest/logs"
 
     async def changed(self, version: int, timeout_s: float) -> ClusterState:
         try:
@@ -82,7 +90,8 @@ class RayController:
         if self._folder is None:
             return
         await asyncio.wait([self._init])
-        processes = await asyncio.to_thread(_session_processes, self._folder)
+        daemons = self._daemons or await asyncio.to_thread(_daemons, self._folder)
+        processes = await asyncio.to_thread(_with_descendants, daemons)
         try:
             await self._stop_workers()
             self._note("stopping Ray")
@@ -99,13 +108,23 @@ class RayController:
         if self._actor is None:
             return
         self._note("stopping workers")
+        stopped = asyncio.ensure_future(self._stop_actor())
+        ended = asyncio.ensure_future(_any_ended(self._daemons))
+        await asyncio.wait([stopped, ended], return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopped, ended):
+            task.cancel()
+        for result in await asyncio.gather(stopped, ended, return_exceptions=True):
+            if isinstance(result, Exception):
+                self._note(f"the controller could not be ended: {result!r}")
+        self._actor = None
+
+    async def _stop_actor(self) -> None:
         try:
             async with asyncio.timeout(STOP_S):
                 await self._actor.stop.remote()
         except (TimeoutError, RayError) as error:
-            self._note(f"workers did not stop by themselves: {error!r}")
+            self._note(f"workers did not stop by themselves: {_first_line(error)}")
         ray.kill(self._actor, no_restart=True)
-        self._actor = None
 
 
 class RayCluster(Cluster):
@@ -126,8 +145,17 @@ def _make_folder() -> Path:
     """Short, because of the sockets in it, and readable by this user only."""
     base = tempfile.gettempdir()
     return Path(
-        tempfile.mkdtemp(prefix="twostroke-", dir=base if len(base) < MAX_FOLDER_CHARS else "/tmp")
+        tempfile.mkdtemp(prefix="twostroke-", dir=base if len(base) <= MAX_BASE_CHARS else "/tmp")
     )
+
+
+async def _armed(init: asyncio.Future[None]) -> None:
+    """Wait for ray.init. Somewhere in it Ray takes SIGTERM for itself, so take it back, again and
+    again: a signal in the middle of a start is one of ours too."""
+    while not init.done():
+        await asyncio.wait([init], timeout=REARM_S)
+        rearm()
+    await init
 
 
 def _init(config: ClusterConfig, folder: Path) -> None:
@@ -137,6 +165,7 @@ def _init(config: ClusterConfig, folder: Path) -> None:
     # default would be written to the user's home and shared with every Ray of this user. One per
     # process, because Ray reads it once and keeps it.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # its few lines may go into a file
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     resources = total_resources(config)
     ray.init(
@@ -149,20 +178,42 @@ def _init(config: ClusterConfig, folder: Path) -> None:
         configure_logging=False,
         namespace=NAMESPACE,
         _node_ip_address="127.0.0.1",
-        _temp_dir=str(folder),
+        _temp_dir=str(folder / RAY_FOLDER),
     )
 
 
-def _session_processes(folder: Path) -> list[psutil.Process]:
-    """The daemons of our session, known by its folder on their command line, and all below them."""
+def _daemons(folder: Path) -> list[psutil.Process]:
+    """Those of our session, known by its folder on their command line."""
     found: list[psutil.Process] = []
     for process in psutil.Process().children():
         try:
             if any(str(folder) in argument for argument in process.cmdline()):
-                found += [process, *process.children(recursive=True)]
+                found.append(process)
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def _with_descendants(daemons: list[psutil.Process]) -> list[psutil.Process]:
+    found = list(daemons)
+    for daemon in daemons:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += daemon.children(recursive=True)
+    return found
+
+
+async def _any_ended(daemons: list[psutil.Process]) -> None:
+    """Returns when one of Ray's daemons is gone (a signal to the whole process group ends them
+    too): the workers end with it, and Ray answers no more."""
+    while all(_lives(daemon) for daemon in daemons):
+        await asyncio.sleep(DAEMON_POLL_S)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _end(processes: list[psutil.Process]) -> None:

@@ -78,14 +78,23 @@ def process_of(record: ClusterRecord) -> psutil.Process | None:
         return None
 
 
-def choose(records: Sequence[ClusterRecord], port: int | None) -> list[ClusterRecord]:
-    """The clusters that `down` means. Raises ConfigError when there is none on `port`."""
+def choose(
+    records: Sequence[ClusterRecord], port: int | None, *, every: bool = False
+) -> list[ClusterRecord]:
+    """The clusters that `down` means. Raises ConfigError when there is none on `port`, or when it
+    is not said which of several."""
     if port is None:
+        if len(records) > 1 and not every:
+            raise ConfigError(f"{several(records)}; say --port PORT or --all")
         return list(records)
     chosen = [record for record in records if record.url.endswith(f":{port}")]
     if not chosen:
         raise ConfigError(f"no cluster started by `twostroke up` listens on port {port}")
     return chosen
+
+
+def several(records: Sequence[ClusterRecord]) -> str:
+    return f"{len(records)} clusters run here ({', '.join(record.url for record in records)})"
 
 
 def stop(record: ClusterRecord, timeout_s: float = STOP_S) -> bool:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from deploy.api_client import ApiClient, Json
-from deploy.timeline import size
+from deploy.timeline import counted, size
 
 COLUMNS = (
     "worker",
@@ -27,7 +27,8 @@ def show_status(client: ApiClient, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(tree, indent=2))
         return 0
-    print(f"{tree['model']} at {client.url}, {tree['requests_in_flight']} requests in flight")
+    in_flight = counted(tree["requests_in_flight"], "request")
+    print(f"{tree['model']} at {client.url}, {in_flight} in flight")
     workers = sorted(tree["workers"], key=lambda w: (w["role"] != "prefill", str(w["name"])))
     print(aligned([COLUMNS, *(row(worker) for worker in workers)]))
     return 0
@@ -71,4 +72,4 @@ def _kv_use(worker: Json) -> str:
     if worker["num_blocks"] is None:
         return "-"
     used = worker["num_blocks"] - worker["num_free_blocks"]
-    return f"{used}/{worker['num_blocks']} blocks ({worker['kv_usage']:.0%})"
+    return f"{used}/{counted(worker['num_blocks'], 'block')} ({worker['kv_usage']:.0%})"

@@ -28,7 +28,7 @@ def spans(life: Lifetime) -> list[Span]:
     """What is known of the request's stages, in order."""
     found: list[Span] = []
     if life.tokenized is not None:
-        tokens = f"{life.num_prompt_tokens} prompt tokens"
+        tokens = counted(life.num_prompt_tokens, "prompt token")
         found.append(
             Span(
                 name="tokenize", start_s=0.0, duration_s=life.tokenized - life.arrived, note=tokens
@@ -48,7 +48,7 @@ def _prefill_spans(life: Lifetime) -> list[Span]:
             name="prefill",
             start_s=start + times.queue_s,
             duration_s=times.prefill_s,
-            note=f"{_who(life.prefill_worker)}: {num_computed} tokens computed,"
+            note=f"{_who(life.prefill_worker)}: {counted(num_computed, 'token')} computed,"
             f" {times.num_cached_tokens} cached",
         ),
     ]
@@ -65,15 +65,15 @@ def _decode_spans(life: Lifetime) -> list[Span]:
             name="transfer",
             start_s=arrived,
             duration_s=times.transfer_s,
-            note=f"{times.num_pulled_blocks} blocks, {size(times.num_pulled_bytes)}"
+            note=f"{counted(times.num_pulled_blocks, 'block')}, {size(times.num_pulled_bytes)}"
             f" {_who(life.prefill_worker)} -> {_who(life.decode_worker)}",
         ),
         Span(
             name="decode",
             start_s=arrived + times.transfer_s,
             duration_s=times.decode_s,
-            note=f"{_who(life.decode_worker)}: {life.num_output_tokens - 1} tokens"
-            f" in {times.num_steps} steps",
+            note=f"{_who(life.decode_worker)}: {counted(life.num_output_tokens - 1, 'token')}"
+            f" in {counted(times.num_steps, 'step')}",
         ),
     ]
 
@@ -117,6 +117,10 @@ def _bar(span: Span, end: float, width: int) -> str:
 
 def milliseconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def size(num_bytes: float) -> str:

@@ -69,9 +69,14 @@ async def _serve(
         view.note(f"serving {record.model} with {describe(config)}")
         async with make_cluster(config, view, backend) as cluster:
             records.write(replace(record, url=cluster.url, ready=True))
-            view.note(f"ready: {cluster.url}/v1 (Ctrl-C stops it; `twostroke chat` talks to it)")
+            view.note(f"ready: {cluster.url}/v1 ({_how_to_stop()}; `twostroke chat` talks to it)")
             await cluster.wait()
     return 0
+
+
+def _how_to_stop() -> str:
+    at_terminal = sys.stdin is not None and sys.stdin.isatty()
+    return "Ctrl-C stops it" if at_terminal else "`twostroke down` stops it"
 
 
 def describe(config: ClusterConfig) -> str:

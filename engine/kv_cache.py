@@ -12,7 +12,9 @@ MIN_BLOCKS = 2
 
 
 class KVCache:
-    """`tensor` is [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]: keys at 0,
+    """Raises ConfigError when it cannot be had.
+
+    `tensor` is [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]: keys at 0,
     values at 1, so that a block's head is one contiguous slice and gathering one index_select."""
 
     def __init__(self, layout: KVLayout, config: CacheConfig, *, device: torch.device) -> None:
@@ -28,7 +30,14 @@ class KVCache:
         )
         # Zeros, not empty: masked positions have weight 0, and 0 * NaN from old memory is NaN.
         # It also makes too large a cache fail now and not under load.
-        self.tensor = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
+        try:
+            self.tensor = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
+        except RuntimeError as error:
+            num_bytes = self.num_blocks * layout.bytes_per_block
+            raise ConfigError(
+                f"a KV cache of {self.num_blocks} blocks ({num_bytes} bytes) does not fit into "
+                f"the memory of {device}"
+            ) from error
 
 
 def num_blocks_for(layout: KVLayout, config: CacheConfig) -> int:
@@ -38,7 +47,7 @@ def num_blocks_for(layout: KVLayout, config: CacheConfig) -> int:
     num_blocks = config.memory_bytes // layout.bytes_per_block
     if num_blocks < MIN_BLOCKS:
         raise ConfigError(
-            f"{config.memory_bytes} bytes of KV cache hold {num_blocks} blocks of "
-            f"{layout.bytes_per_block} bytes; at least {MIN_BLOCKS} are needed"
+            f"{config.memory_bytes} bytes of KV cache are too few: a block takes "
+            f"{layout.bytes_per_block} bytes, and at least {MIN_BLOCKS} are needed"
         )
     return num_blocks

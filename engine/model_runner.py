@@ -42,13 +42,14 @@ class ModelRunner:
         torch.set_num_threads(config.num_threads)
         self.model_config = load_model_config(config.model_path)
         self.max_model_len = _max_model_len(config, self.model_config)
-        self._device = torch.device(config.device)
+        self._device = _usable_device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
+        # Before the weights, which take longest: what cannot work shall be said at once.
+        layout = _kv_layout(config, self.model_config, group)
+        self.kv_cache = KVCache(layout, config.cache, device=self._device)
         placement = Placement(group=group, dtype=self._dtype, device=self._device)
         self._model = build_model(self.model_config, placement=placement)
         load_weights(self._model, open_checkpoint(config.model_path), progress)
-        layout = _kv_layout(config, self.model_config, group)
-        self.kv_cache = KVCache(layout, config.cache, device=self._device)
 
     def execute(self, batch: Batch) -> tuple[int | None, ...]:
         """Run the step; one token per sequence whose `sample` is not None, in order. None where
@@ -86,6 +87,17 @@ def _check_parallel(config: EngineConfig, group: Group) -> None:
             f"tensor_parallel_size is {config.parallel.tensor_parallel_size}, "
             f"but this rank's group has {group.size} rank(s)"
         )
+
+
+def _usable_device(name: str) -> torch.device:
+    """Raises ConfigError when torch cannot use it here."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device {name} cannot be used here: {reason}") from error
+    return device
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

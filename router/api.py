@@ -1,6 +1,7 @@
 """The OpenAI-compatible HTTP API: routes, streams, and errors in OpenAI's shape.
 
-Order of gates, cheapest first: request limit, body size, validation, tokenization, workers.
+Order of gates, cheapest first: header size, room (asked, not taken), body size, request limit,
+validation, size of the prompt, tokenization, workers.
 Headers go out with the first token, so whatever fails before it has a proper status; later failures
 are an error event.
 """
@@ -12,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -56,6 +57,7 @@ from router.openai_replies import (
     event,
 )
 from router.prepare import Prepared, Preparer
+from router.prompt_bound import PromptBound
 from router.registry import WorkerStatus
 from router.request_limit import RequestLimit
 from router.request_log import RequestLog, timeline
@@ -65,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 LONG_BODY_BYTES = 16 << 10
 """Larger bodies are parsed and tokenized in a thread, so that no stream stutters meanwhile."""
+MAX_LONG_PREPARATIONS = 4
+"""Of such bodies at once. The others wait, and leave threads for whoever else needs one."""
 _JSON = {"content-type": "application/json"}
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
@@ -81,6 +85,14 @@ class Gateway:
     metrics: RouterMetrics
     started: int
     """Unix time, seconds."""
+    bound: PromptBound = field(init=False)
+    long_preparations: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        # The tokenizer is asked for its file's text here, once: no public name of it has that.
+        bound = PromptBound.read(self.tokenizer._backend.to_str())
+        object.__setattr__(self, "bound", bound)
+        object.__setattr__(self, "long_preparations", asyncio.Semaphore(MAX_LONG_PREPARATIONS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +134,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
     async def complete(request: Request) -> Response:
         return Exchange(gateway, COMPLETION)
 
+    @app.head("/v1/models")
     @app.get("/v1/models")
     async def list_models() -> Response:
         return JSONResponse({"object": "list", "data": [model]})
@@ -134,6 +147,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _add_operator_routes(app: FastAPI, gateway: Gateway) -> None:
+    @app.head("/health")
     @app.get("/health")
     async def health() -> Response:
         """Ready: somebody prefills and somebody decodes."""
@@ -208,8 +222,10 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
         request_id: str = scope[REQUEST_ID]
-        with self._gateway.limit.enter() as ticket:
+        limit = self._gateway.limit
+        with limit.reading():
             body = await read_body(scope, receive, self._gateway.config.max_body_bytes)
+        with limit.enter() as ticket:
             prepared = await self._prepare(body, request_id)
             ticket.add(len(prepared.choices) - 1)
             answer = Answer(self._gateway, prepared, arrived, label=client_label(scope))
@@ -234,11 +250,15 @@ class Exchange(Response):
         if limits is None:
             raise WorkerUnavailableError("no worker is connected")
         preparer = Preparer(
-            model=gateway.config.served_model_name, tokenizer=gateway.tokenizer, limits=limits
+            model=gateway.config.served_model_name,
+            tokenizer=gateway.tokenizer,
+            limits=limits,
+            bound=gateway.bound,
         )
         if len(body) < LONG_BODY_BYTES:
             return self._endpoint.prepare(preparer, body, request_id)
-        return await asyncio.to_thread(self._endpoint.prepare, preparer, body, request_id)
+        async with gateway.long_preparations:
+            return await asyncio.to_thread(self._endpoint.prepare, preparer, body, request_id)
 
     async def _whole(
         self, answer: Answer, writer: ReplyWriter, request_id: str, send: Send
@@ -268,17 +288,17 @@ class Exchange(Response):
     ) -> bytes:
         """Returns the bytes that end the stream."""
         try:
-            await send_body(send, writer.events(first), more=True)
+            await send_body(send, one_line(writer.events(first)), more=True)
             async for chunk in chunks:
                 if data := writer.events(chunk):
-                    await send_body(send, data, more=True)
+                    await send_body(send, one_line(data), more=True)
         except SlowClientError:
             raise
         except Exception as error:  # the status line is out: an event is all that can be said
             known = error if isinstance(error, TwostrokeError) else InternalError("a bug")
             logger.warning("request %s broke off", request_id, exc_info=error)
             self._gateway.metrics.failed_reply(known.code)
-            return event(describe(known, request_id))
+            return one_line(event(describe(known, request_id)))
         return DONE
 
 
@@ -346,6 +366,17 @@ class _Observers(LifetimeObserver):
     def ended(self, life: Lifetime) -> None:
         for observer in self._observers:
             observer.ended(life)
+
+
+def one_line(events: bytes) -> bytes:
+    """Some clients split the stream at every line end that Unicode knows. These stand in JSON
+    strings only."""
+    for char, escape in _LINE_ENDS:
+        events = events.replace(char, escape)
+    return events
+
+
+_LINE_ENDS = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\x85\u2028\u2029")
 
 
 def worker_row(status: WorkerStatus) -> dict[str, Any]:

@@ -25,6 +25,12 @@ class BodyTooLargeError(InvalidRequestError):
     code = "body_too_large"
 
 
+class HeadersTooLargeError(InvalidRequestError):
+    """Met over HTTP only, like a body too large."""
+
+    code = "headers_too_large"
+
+
 class HttpError(NamedTuple):
     status: int
     kind: str
@@ -39,6 +45,7 @@ _SERVER = "server_error"
 _TABLE: tuple[tuple[type[TwostrokeError], HttpError], ...] = (
     (ModelNotFoundError, HttpError(404, _BAD_REQUEST, retry=False)),
     (BodyTooLargeError, HttpError(413, _BAD_REQUEST, retry=False)),
+    (HeadersTooLargeError, HttpError(431, _BAD_REQUEST, retry=False)),
     (InvalidRequestError, HttpError(400, _BAD_REQUEST, retry=False)),
     (OverloadedError, HttpError(429, "rate_limit_error", retry=True)),
     (AbortedError, HttpError(499, _BAD_REQUEST, retry=False)),

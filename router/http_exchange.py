@@ -17,11 +17,19 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from core.errors import AbortedError, DeadlineExceededError, InternalError
+from core.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+)
 from router.http_errors import (
     BodyTooLargeError,
+    HeadersTooLargeError,
+    describe,
     error_body,
     error_headers,
+    http_error,
     internal_message,
 )
 
@@ -34,6 +42,9 @@ tokens of that time."""
 REQUEST_ID = "twostroke.request_id"
 """Key in the ASGI scope: our id of the request."""
 _LABEL = re.compile(rb"[A-Za-z0-9._:/-]{1,64}")
+MAX_HEADER_BYTES = 64 << 10
+_HEADER_PUNCTUATION = 4
+"""Bytes of a header line besides name and value."""
 ABORT = "twostroke.abort"
 """ASGI extension: `call` drops the connection with all that waits in it."""
 
@@ -43,11 +54,84 @@ class SlowClientError(AbortedError):
 
 
 class AbortableProtocol(HttpToolsProtocol):
-    """Lets the application drop a connection. Closing it would wait for a reader that is gone."""
+    """Lets the application drop a connection (closing it would wait for a reader that is gone),
+    and bounds what a client may send outside of bodies, which the server would keep."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._num_header_bytes = 0
+        """Of headers (and trailers) that the parser has handed over."""
+        self._num_unparsed = 0
+        """Received since the parser last got to the end of headers or to bytes of a body: it keeps
+        the header it is in the middle of."""
+        self._advanced = False
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._advanced = False
+        super().data_received(data)
+        self._num_unparsed = 0 if self._advanced else self._num_unparsed + len(data)
+        if self._num_unparsed > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse(_headers_too_large())
 
     def on_message_begin(self) -> None:
+        self._advanced = True
+        self._num_header_bytes = 0
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
+
+    def on_url(self, url: bytes) -> None:
+        self._count(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(name, value)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._advanced = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._advanced = True
+        super().on_body(body)
+
+    def _count(self, *pieces: bytes) -> None:
+        """An exception here reaches `send_400_response` by way of the parser."""
+        self._num_header_bytes += sum(map(len, pieces)) + _HEADER_PUNCTUATION
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            raise _headers_too_large()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refuse(_headers_too_large())
+        else:
+            self._refuse(InvalidRequestError(msg))
+
+    def _refuse(self, error: InvalidRequestError) -> None:
+        """Answer below the application, and close. Silent within another request's answer."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(_last_reply(error))
+        self.transport.close()
+
+
+def _headers_too_large() -> HeadersTooLargeError:
+    return HeadersTooLargeError(
+        f"the headers are larger than the limit of {MAX_HEADER_BYTES} bytes"
+    )
+
+
+def _last_reply(error: InvalidRequestError) -> bytes:
+    request_id, status = uuid4().hex, http_error(error).status
+    body = describe(error, request_id)
+    headers = {
+        **error_headers(retry=False),
+        "x-request-id": request_id,
+        "content-length": str(len(body)),
+        "connection": "close",
+    }
+    lines = [f"HTTP/1.1 {status} {status_phrase(status)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 async def drop_connection(scope: Scope) -> None:

@@ -23,6 +23,7 @@ from router.openai_types import (
     GenerationFields,
     parse_body,
 )
+from router.prompt_bound import PromptBound
 from router.registry import ModelLimits
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
@@ -48,12 +49,15 @@ class Preparer:
     model: str
     tokenizer: Tokenizer
     limits: ModelLimits
+    bound: PromptBound
 
     def chat(self, body: bytes, request_id: str) -> Prepared:
         """Raises InvalidRequestError."""
         fields = parse_body(ChatFields, body)
         self._check_model(fields.model)
         messages = [ChatMessage(role=_role(m.role), content=m.text) for m in fields.messages]
+        if len(body) >= self.limits.max_model_len:  # or it is not worth to render twice
+            self._check_size(self.tokenizer.render_chat(messages), "messages")
         prompt = self.tokenizer.encode_chat(messages)
         max_tokens = fields.max_completion_tokens or fields.max_tokens
         for name in ("max_completion_tokens", "max_tokens"):
@@ -94,10 +98,21 @@ class Preparer:
         if not prompts:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         _check_num_choices(len(prompts), fields.n or 1)
-        return [
-            self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p
-            for p in prompts
-        ]
+        for each in prompts:
+            if isinstance(each, str):
+                self._check_size(each, "prompt")
+        return [self._encode(p) if isinstance(p, str) else p for p in prompts]
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids = self.tokenizer.encode(text, add_special_tokens=True)
+        self._check_prompt(token_ids, "prompt")  # here: the next one may take as long
+        return token_ids
+
+    def _check_size(self, text: str, param: str) -> None:
+        """Before tokenization, whose time grows with the text, however hopeless."""
+        at_least = self.bound.min_tokens(text)
+        if at_least > self.limits.max_model_len:
+            raise self._too_long(f"at least {at_least}", param)
 
     def _prepare(
         self,
@@ -151,12 +166,15 @@ class Preparer:
         if not prompt:
             raise InvalidRequestError("the prompt is empty", param=param)
         if len(prompt) >= self.limits.max_model_len:
-            raise ContextLengthError(
-                f"this model's maximum context length is {self.limits.max_model_len} tokens, and "
-                f"the prompt alone has {len(prompt)}, which leaves no room for an answer",
-                param=param,
-            )
+            raise self._too_long(str(len(prompt)), param)
         self._check_token_ids(prompt, param)
+
+    def _too_long(self, num_tokens: str, param: str) -> ContextLengthError:
+        return ContextLengthError(
+            f"this model's maximum context length is {self.limits.max_model_len} tokens, and "
+            f"the prompt alone has {num_tokens}, which leaves no room for an answer",
+            param=param,
+        )
 
     def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = min(self.limits.vocab_size, self.tokenizer.vocab_size)

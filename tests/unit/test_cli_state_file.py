@@ -98,7 +98,10 @@ def test_stop_never_touches_a_stranger(start):
 def test_choice_by_port():
     first = own_record(url="http://127.0.0.1:8000", model="m")
     second = replace(first, url="http://127.0.0.1:18000")
-    assert choose([first, second], None) == [first, second]
+    assert choose([first, second], None, every=True) == [first, second]
+    assert choose([second], None) == [second]
+    with pytest.raises(ConfigError, match=r"2 clusters.*:8000.*:18000.*--all"):
+        choose([first, second], None)
     assert choose([first, second], 8000) == [first]
     with pytest.raises(ConfigError, match="port 9"):
         choose([first, second], 9)

@@ -201,3 +201,17 @@ def test_endpoints():
 def test_state_folder_follows_xdg(tmp_path):
     assert state_folder({"XDG_STATE_HOME": str(tmp_path)}) == tmp_path / "twostroke"
     assert state_folder({}).parts[-3:] == (".local", "state", "twostroke")
+
+
+def test_workers_without_a_name_are_never_called_the_same():
+    def name(**settings):
+        return worker_config(Settings(**settings), MODEL, role=WorkerRole.DECODE).name
+
+    assert name(host="10.0.0.2", port=5001) == "decode-10.0.0.2:5001"
+    assert name(host="fd00::7", port=5001) == "decode-[fd00::7]:5001"
+    assert name(port=0) != name(port=0)
+
+
+def test_the_backend_is_a_setting_like_others(write):
+    assert load(config=write("backend: processes")).backend == "processes"
+    assert load(env={"TWOSTROKE_BACKEND": "local"}).backend == "local"

@@ -85,7 +85,7 @@ def test_num_blocks_wins_over_memory_bytes(runner):
     memory = 10 * layout.bytes_per_block + 1
     assert num_blocks_for(layout, CacheConfig(memory_bytes=memory)) == 10
     assert num_blocks_for(layout, CacheConfig(memory_bytes=memory, num_blocks=3)) == 3
-    with pytest.raises(ConfigError, match="hold 1 blocks"):
+    with pytest.raises(ConfigError, match="too few: a block takes 1536 bytes"):
         num_blocks_for(layout, CacheConfig(memory_bytes=2 * layout.bytes_per_block - 1))
 
 
@@ -128,3 +128,21 @@ def test_local_executor_is_an_executor(runner):
     assert executor.model_config.num_layers == 3
     batch = Batch(sequences=(share("a", [1, 2, 3], [0], temperature=0.0),))
     assert executor.execute(batch) == runner.execute(batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cuda:99"}, "device cuda:99 cannot be used here"),
+        ({"cache": CacheConfig(memory_bytes=1)}, "at least 2 are needed"),
+        ({"cache": CacheConfig(memory_bytes=1 << 50)}, "does not fit into the memory of cpu"),
+        ({"max_model_len": 1 << 30}, "the model allows"),
+    ],
+)
+def test_what_cannot_work_is_said_before_weights_are_loaded(folder, changes, message):
+    loaded = []
+    with pytest.raises(ConfigError, match=message):
+        ModelRunner(
+            EngineConfig(model_path=folder, **changes), progress=lambda *step: loaded.append(step)
+        )
+    assert loaded == []
