@@ -94,9 +94,19 @@ def memory_by_process(root: psutil.Process) -> list[dict]:
     rows = []
     for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            name = " ".join(process.cmdline())[:60] or process.name()
-            rows.append({"process": name, "rss_mb": round(process.memory_info().rss / 2**20, 1)})
+            rss_mb = round(process.memory_info().rss / 2**20, 1)
+            rows.append({"process": role_of(process, root), "rss_mb": rss_mb})
     return sorted(rows, key=lambda row: -row["rss_mb"])
+
+
+def role_of(process: psutil.Process, root: psutil.Process) -> str:
+    """What a process is, without this machine's paths."""
+    if process == root:
+        return "up: router and Ray driver"
+    title = " ".join(process.cmdline())
+    if "RankActor" in title:
+        return "worker (Ray actor)"
+    return "controller (Ray actor)" if "ControllerActor" in title else "Ray daemon"
 
 
 def timelines(url: str, outcomes: list[Outcome]) -> list[dict]:

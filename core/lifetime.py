@@ -29,7 +29,8 @@ class DecodeTimes:
     queue_s: float
     """Arrival at the worker until its blocks were allocated."""
     transfer_s: float
-    """Blocks allocated until the last one arrived and was verified."""
+    """Blocks allocated until the last one arrived, was verified and was noticed by the step thread:
+    beside running sequences that contains the rest of their step."""
     decode_s: float
     """KV complete until the last token was sampled."""
     num_cached_blocks: int
