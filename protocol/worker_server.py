@@ -23,6 +23,7 @@ from protocol.step_loop import StepLoop
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
+"""Of one gRPC message; both ends of a session set it."""
 MIN_PING_INTERVAL_MS = 5_000
 """Routers ping at most this often (router/worker_client.py)."""
 REPORT_INTERVAL_S = 0.05

@@ -90,7 +90,7 @@ class Gateway:
 
     def __post_init__(self) -> None:
         # The tokenizer is asked for its file's text here, once: no public name of it has that.
-        bound = PromptBound.read(self.tokenizer._backend.to_str())
+        bound = PromptBound.read(self.tokenizer.to_json())
         object.__setattr__(self, "bound", bound)
         object.__setattr__(self, "long_preparations", asyncio.Semaphore(MAX_LONG_PREPARATIONS))
 

@@ -60,6 +60,10 @@ class Tokenizer:
             backend.encode("", add_special_tokens=True).ids[:1] == [self.bos_token_id]
         )
 
+    def to_json(self) -> str:
+        """Its rules and vocabulary in the format of tokenizer.json."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written in it count as such.
 

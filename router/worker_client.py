@@ -35,6 +35,7 @@ from protocol.convert import (
     report_from_proto,
     request_to_proto,
 )
+from protocol.worker_server import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 SUSPECT_AFTER_S = 10.0
 """Silence for this long while requests are outstanding is worth a warning."""
-MAX_MESSAGE_BYTES = 64 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
