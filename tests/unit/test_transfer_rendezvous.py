@@ -108,7 +108,7 @@ def test_a_joiner_that_dies_amid_the_meeting_costs_no_more_than_the_time_given(
     monkeypatch.setattr(kv_transfer.distributed, "TCPStore", Dying)
     joined = join()
     started = time.monotonic()
-    with pytest.raises(TransferError):
-        listener.accept(1.0)
-    assert time.monotonic() - started < 1.5
+    with pytest.raises(TransferError):  # at once, or, where gloo had just connected, at first use
+        listener.accept(1.0).post_recv(torch.zeros(1)).wait(1.0)
+    assert time.monotonic() - started < 2.5
     assert isinstance(joined[0], TransferError)
