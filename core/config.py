@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from core.errors import ConfigError
+from core.kv import KV_DTYPES
 from core.worker import WorkerRole
 
 
@@ -15,6 +16,8 @@ class CacheConfig:
     block_size: int = 16
     num_blocks: int | None = None
     memory_bytes: int = 1 << 30
+    dtype: str = "auto"
+    """One of core.kv.KV_DTYPES; auto: the engine's dtype."""
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -22,6 +25,10 @@ class CacheConfig:
             raise ConfigError("block_size must be between 1 and 256")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError("num_blocks must be at least 2")
+        if self.dtype not in ("auto", *KV_DTYPES):
+            raise ConfigError(
+                f"the KV cache's dtype must be auto, {', '.join(KV_DTYPES)}, not {self.dtype!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,8 @@ class EngineConfig:
     model_path: str
     """A GGUF file or a folder in HF format, already resolved to this machine."""
     dtype: str = "float32"
+    quantization: str | None = None
+    """Format of the weight matrices: int8 or int4. None: dtype."""
     device: str = "cpu"
     num_threads: int = 1
     max_model_len: int | None = None
@@ -85,6 +94,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype must be float32 or bfloat16, not {self.dtype!r}")
+        if self.quantization not in (None, "int8", "int4"):
+            raise ConfigError(f"quantization must be int8 or int4, not {self.quantization!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

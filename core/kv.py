@@ -6,9 +6,15 @@ its lease ends. The owner checks every field before it serves (see kv_transfer/s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from core.prefix import BlockHash
+
+KV_DTYPES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
+"""What a cache can hold -> bytes of a number. Those of one byte have a scale per row; fp8 is e4m3.
+See engine/kernels/kv_dtype.py."""
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,13 +22,14 @@ class KVLayout:
     """What one rank's KV cache looks like. Equal layouts: blocks can be copied as bytes.
 
     A block holds `block_size` positions of every local kv head of a layer, head-major, keys and
-    values apart: [num_kv_heads, block_size, head_dim] each.
+    values apart: [num_kv_heads, block_size, row_bytes] bytes each.
     """
 
     model: str
-    """Fingerprint of architecture and weights, so that equal shapes of two models do not mix."""
+    """Fingerprint of architecture, weights and arithmetic (dtype, quantisation), so that neither
+    equal shapes of two models nor two roundings of one model mix."""
     dtype: str
-    """torch's name without the prefix: float32, bfloat16."""
+    """One of KV_DTYPES."""
     block_size: int
     first_layer: int
     num_layers: int
@@ -32,10 +39,15 @@ class KVLayout:
     """Order inside a head's slice; a CPU kernel may want tiles."""
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the key, or the value, of one position and head: its numbers, then its scale."""
+        width = KV_DTYPES[self.dtype]
+        return self.head_dim * width + (SCALE_BYTES if width == 1 else 0)
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all local layers, keys and values."""
-        width = {"float32": 4, "bfloat16": 2}[self.dtype]
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * width
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.row_bytes
 
     def difference(self, other: KVLayout) -> str | None:
         """Human-readable first difference to `other`, None when equal."""

@@ -14,6 +14,8 @@ from core.kv import KVHandle
 from core.lifetime import DecodeTimes, PrefillTimes
 from core.sampling_params import SamplingParams
 
+MAX_CHOICES = 128
+
 RequestKey = tuple[str, int]
 """(request_id, attempt): two attempts of one request are different things to a worker."""
 
@@ -40,6 +42,11 @@ class GenerateRequest:
     choice_index: int = 0
     cache_salt: str = ""
     """Tenant salt of the prefix hash chain: equal salts may share blocks, others never do."""
+    priority: int = 0
+    """Lower runs earlier and is preempted later; equal ones go by arrival."""
+    num_choices: int = 1
+    """Answers wanted, numbered from choice_index on: the colocated engine reads the prompt once
+    and lets all of them share its blocks. A worker takes one choice per request."""
 
     @property
     def key(self) -> RequestKey:
@@ -69,6 +76,15 @@ class GenerateRequest:
             )
         if self.num_remaining_tokens < 1:
             raise InvalidRequestError("no output token is left to generate", param="max_tokens")
+        if not 1 <= self.num_choices <= MAX_CHOICES:
+            raise InvalidRequestError(f"n must be between 1 and {MAX_CHOICES}", param="n")
+        self.sampling.check_vocabulary(vocab_size)
+
+    @property
+    def ending_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the output; the sampler bars them until min_tokens are there."""
+        eos = () if self.sampling.ignore_eos else self.eos_token_ids
+        return (*self.sampling.stop_token_ids, *eos)
 
     def stop_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
         """Why generation ends with `token_id` as output token number `num_output_tokens`, if so.
@@ -76,13 +92,22 @@ class GenerateRequest:
         The one place that knows the rule, so that a first token sampled at prefill and any later
         one sampled at decode end a request alike.
         """
-        if token_id in self.sampling.stop_token_ids:
-            return FinishReason.STOP
-        if token_id in self.eos_token_ids and not self.sampling.ignore_eos:
+        if token_id in self.ending_token_ids and num_output_tokens > self.sampling.min_tokens:
             return FinishReason.STOP
         if num_output_tokens >= self.sampling.max_tokens:
             return FinishReason.LENGTH
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """What the model itself thought of one token: natural logarithms, before any penalty, bias,
+    temperature or filter."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log probability) of the likeliest tokens, likeliest first, as many as asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +120,8 @@ class TokenChunk:
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token where the request wants them, else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +135,10 @@ class SequenceOutput:
     request_id: str
     attempt: int
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token where the request wants them, else empty."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first token, where the request wants them: of every prompt token but the first."""
     finish_reason: FinishReason | None = None
     error: TwostrokeError | None = None
     handle: KVHandle | None = None

@@ -1,13 +1,14 @@
 """Which handed-over requests get slots and blocks, and when. Pure: no clock, no transfer.
 
-First come, first served. A request is admitted when its prompt's blocks fit and every sequence here
+By priority, then first come, first served. A request is admitted when its prompt's blocks fit and every sequence here
 still has a block to grow into, so that admitting more does not turn into preempting at once.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort_right
 from dataclasses import dataclass
+from operator import attrgetter
 
 from core.errors import ContextLengthError, StaleHandleError
 from core.kv import KVHandle
@@ -42,7 +43,8 @@ class Admission:
         self._pool = pool
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        self.waiting: deque[Arrival] = deque()
+        self.waiting: list[Arrival] = []
+        """In the order of their sequences."""
 
     def add(self, arrival: Arrival) -> None:
         """Raises ContextLengthError when it can never fit, StaleHandleError when the handle is not
@@ -66,7 +68,7 @@ class Admission:
             raise StaleHandleError(
                 f"{len(handle.blocks)} blocks cannot be the KV of {handle.num_tokens} tokens"
             )
-        self.waiting.append(arrival)
+        insort_right(self.waiting, arrival, key=attrgetter("sequence.order"))
 
     def admit(self, num_running: int) -> Arrival | None:
         """The head of the line, with blocks, when it fits beside `num_running` others."""
@@ -86,7 +88,7 @@ class Admission:
         sequence.block_ids = local + new
         sequence.num_hashed_blocks = len(local)
         arrival.num_local_blocks = len(local)
-        return self.waiting.popleft()
+        return self.waiting.pop(0)
 
     def abort(self, request_id: str, attempt: int) -> Arrival | None:
         for arrival in self.waiting:

@@ -25,7 +25,8 @@ from core.worker import WorkerReport
 from decode_workers.admission import Admission, Arrival
 from engine.batch import Batch
 from engine.block_pool import BlockPool
-from engine.executor import Executor, longest_sequence
+from engine.executor import Executor, clear_spoiled, longest_sequence
+from engine.pooling import check_can_generate
 from engine.reporter import Reporter
 from engine.scheduler import DecodeScheduler
 from engine.sequence import Sequence
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeWorker:
+    """Raises InvalidRequestError at construction for an encoder."""
+
     def __init__(
         self,
         config: EngineConfig,
@@ -45,6 +48,7 @@ class DecodeWorker:
         receiver: KVReceiver,
         clock: Callable[[], float],
     ) -> None:
+        check_can_generate(executor.model_config)
         self._executor = executor
         self._pool = pool
         self._receiver = receiver
@@ -56,24 +60,27 @@ class DecodeWorker:
         """Aborted while a transfer writes: quarantined until the transfer has ended."""
         self._arrivals: dict[RequestKey, Arrival] = {}
         """Of running sequences, for their DecodeTimes."""
-        self._scheduler = DecodeScheduler(config.scheduler, pool, self.max_model_len)
+        self._scheduler = DecodeScheduler(pool, self.max_model_len)
         self._reporter = Reporter(pool)
 
     def step(self) -> StepResult:
         outputs = self._take_pulled()
         self._admit()
-        shares, preempted = self._scheduler.schedule()
+        shares, preempted, block_copies = self._scheduler.schedule()
         outputs += [self._preempt(sequence) for sequence in preempted]
         if not shares:
             return StepResult(outputs, worked=bool(outputs))
         try:
-            token_ids = self._executor.execute(Batch(sequences=tuple(shares)))
+            batch = Batch(sequences=tuple(shares), block_copies=tuple(block_copies))
+            results = self._executor.execute(batch)
         except Exception as error:
             logger.exception("a decode step failed")
             known = error if isinstance(error, TwostrokeError) else StepFailedError("a step failed")
             outputs += [self._end(*share.key, known) for share in shares]
             return StepResult(outputs, worked=True)
-        outputs += [self._output(s) for s in self._scheduler.update(shares, token_ids)]
+        stepped = self._scheduler.update(shares, results)
+        clear_spoiled(self._executor, stepped)
+        outputs += [self._output(sequence) for sequence in stepped]
         return StepResult(outputs, worked=True)
 
     def submit(self, request: GenerateRequest, handle: KVHandle | None) -> None:
@@ -109,7 +116,7 @@ class DecodeWorker:
             self._quarantine(arrival)
             self._aborted[key] = arrival
             self._receiver.cancel(*key)
-        elif self._scheduler.abort(*key) is not None:
+        elif self._scheduler.abort(*key):
             del self._arrivals[key]
 
     def report(self) -> WorkerReport:
@@ -177,7 +184,8 @@ class DecodeWorker:
         return SequenceOutput(
             request_id=request_id,
             attempt=attempt,
-            token_ids=() if sequence.error else (sequence.token_ids[-1],),
+            token_ids=sequence.newest_token_ids,
+            logprobs=sequence.newest_token_logprobs,
             finish_reason=sequence.finish_reason,
             error=sequence.error,
             decode_times=times,

@@ -28,6 +28,7 @@ from core.config import (
     WorkerConfig,
 )
 from core.errors import ConfigError
+from core.kv import KV_DTYPES
 from core.worker import WorkerRole, endpoint
 from deploy.model_source import DEFAULT_MODEL, ResolvedModel
 
@@ -48,9 +49,11 @@ class Settings:
     advertise_host: str | None = None
     device: str = "cpu"
     dtype: str = "float32"
+    quantization: str | None = None
     threads: int = 0
     block_size: int = 16
     kv_memory: int = 1 << 30
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
@@ -169,12 +172,22 @@ SETTINGS: Mapping[str, Setting] = {
         metavar="TYPE",
         help="float32 (the default) or bfloat16: weights, KV and arithmetic",
     ),
+    "quantization": Setting(
+        parse=_one_of("int8", "int4"),
+        metavar="FORMAT",
+        help="hold weight matrices in int8 or int4 (default: in --dtype)",
+    ),
     "threads": Setting(
         parse=_whole, help="CPU threads of each worker (default, and 0: its share of the cores)"
     ),
     "block_size": Setting(parse=_positive, help="positions in one KV block (default 16)"),
     "kv_memory": Setting(
         parse=parse_bytes, metavar="SIZE", help="KV cache of each worker (default 1GiB)"
+    ),
+    "kv_cache_dtype": Setting(
+        parse=_one_of("auto", *KV_DTYPES),
+        metavar="TYPE",
+        help="KV cache: auto (the default: as dtype), float32, bfloat16, int8 or fp8",
     ),
     "max_model_len": Setting(
         parse=_positive, help="longest prompt plus answer, in tokens (default: the model's)"
@@ -209,9 +222,11 @@ ENGINE_SETTINGS = (
     "served_model_name",
     "device",
     "dtype",
+    "quantization",
     "threads",
     "block_size",
     "kv_memory",
+    "kv_cache_dtype",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -307,10 +322,15 @@ def engine_config(settings: Settings, model: ResolvedModel, num_workers: int = 1
     return EngineConfig(
         model_path=model.path,
         dtype=settings.dtype,
+        quantization=settings.quantization,
         device=settings.device,
         num_threads=settings.threads or share_of_cores(num_workers),
         max_model_len=settings.max_model_len,
-        cache=CacheConfig(block_size=settings.block_size, memory_bytes=settings.kv_memory),
+        cache=CacheConfig(
+            block_size=settings.block_size,
+            memory_bytes=settings.kv_memory,
+            dtype=settings.kv_cache_dtype,
+        ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,

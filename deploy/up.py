@@ -22,6 +22,7 @@ from deploy.processes import ProcessCluster
 from deploy.ray_cluster import RayCluster
 from deploy.signals import run_until_stopped
 from deploy.state_file import ClusterRecord, Records, own_record
+from engine.models.registry import check_architecture
 
 POLL_S = 0.2
 
@@ -29,7 +30,7 @@ POLL_S = 0.2
 def prepare(settings: Settings) -> ClusterConfig:
     """Everything that can be wrong and is cheap to find out, before anything is started."""
     model = resolve_model(settings.model)
-    load_model_config(model.path)
+    check_architecture(load_model_config(model.path).architecture)
     check_port(settings.host, settings.port)
     return cluster_config(settings, model)
 
@@ -80,9 +81,11 @@ def _how_to_stop() -> str:
 
 
 def describe(config: ClusterConfig) -> str:
+    engine = config.engine
+    weights = f" with {engine.quantization} weights" if engine.quantization else ""
     return (
         f"{config.num_prefill} prefill and {config.num_decode} decode workers,"
-        f" {config.engine.dtype}, threads per worker: {config.engine.num_threads}"
+        f" {engine.dtype}{weights}, threads per worker: {engine.num_threads}"
     )
 
 

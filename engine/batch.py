@@ -7,22 +7,42 @@ pure: it turns the batch into the flat tensors of a forward pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from core.request import TokenLogprobs
 from core.sampling_params import SamplingParams
+
+
+class Pooling(StrEnum):
+    """How a sequence's hidden states become one vector."""
+
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"
+    CLASSIFY = "classify"
+    """The scores of a classifier's labels instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpec:
-    """What the sampler needs for one row: nothing here depends on the rest of the batch."""
+    """What the sampler needs for one token: nothing here depends on the rest of the batch."""
 
     sampling: SamplingParams
     choice_index: int
     position: int
     """Position of the sampled token in its sequence (prompt and output counted)."""
+    num_logprobs: int | None = None
+    """Report the token's log probability and those of this many likeliest ones."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """With output_token_ids: given only where sampling.reads_tokens."""
+    output_token_ids: tuple[int, ...] = ()
+    barred_token_ids: tuple[int, ...] = ()
+    """Not yet allowed: what would end the output before min_tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +54,63 @@ class ScheduledSequence:
     num_computed_tokens: int
     block_ids: tuple[int, ...]
     """Covers at least num_computed_tokens + len(token_ids) positions."""
-    sample: SampleSpec | None
-    """None for a chunk that does not reach the end of the sequence's known tokens."""
+    samples: tuple[SampleSpec, ...] = ()
+    """One per token to draw from the logits of the last position: several where choices share a
+    prompt, none for a chunk that does not reach the end of the sequence's known tokens."""
+    num_prompt_logprobs: int | None = None
+    """Report log probabilities of the tokens that follow each of `token_ids` ..."""
+    next_token_ids: tuple[int, ...] = ()
+    """... which are these (one fewer when the chunk reaches the end of the prompt)."""
+    pooling: Pooling | None = None
     attempt: int = 0
+    choice_index: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
         """Two attempts of one request may meet on one worker; they are different sequences."""
         return self.request_id, self.attempt
 
+    @property
+    def sequence_key(self) -> tuple[str, int, int]:
+        return self.request_id, self.attempt, self.choice_index
+
+
+class BlockCopy(NamedTuple):
+    source: int
+    target: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     sequences: tuple[ScheduledSequence, ...]
+    block_copies: tuple[BlockCopy, ...] = ()
+    """Done before anything else in the step: a shared block that is about to be written to."""
 
     @property
     def num_scheduled_tokens(self) -> int:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+class Sampled(NamedTuple):
+    token_id: int | None
+    """None: there was none to choose, and this sequence alone has failed."""
+    logprobs: TokenLogprobs | None = None
+    all_barred: bool = False
+    """Why there was none: the request's own parameters bar every token (else: the model's logits
+    are not finite)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceResult:
+    """What a step says of one of its sequences."""
+
+    sampled: tuple[Sampled, ...] = ()
+    """One per SampleSpec."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per item of next_token_ids."""
+    pooled: Tensor | None = None
+    """[hidden_size] float32: the sum of the chunk's hidden states for MEAN, its first for CLS, its
+    last for LAST; for CLASSIFY [num_labels] scores of its first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +129,8 @@ class ForwardInputs:
     block_tables: Tensor
     """[num_sequences, max(num_blocks)] int64, padded with the sequence's own last block."""
     sample_rows: Tensor
-    """[num_samples] int64: rows of the flat batch whose next token is wanted."""
+    """[num_samples] int64: rows of the flat batch whose next token is wanted, one per sequence
+    with samples."""
     query_starts: tuple[int, ...]
     """First row of each sequence."""
     query_lens: tuple[int, ...]
@@ -128,5 +189,5 @@ def _sample_rows(
     return [
         start + len(sequence.token_ids) - 1
         for sequence, start in zip(sequences, query_starts, strict=True)
-        if sequence.sample is not None
+        if sequence.samples
     ]

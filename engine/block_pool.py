@@ -102,6 +102,11 @@ class BlockPool:
                 del self._cached[block_id]
             block.ref_cnt += 1
 
+    def is_exclusive(self, block_id: int) -> bool:
+        """Whether its one owner may write to it: nobody else reads it, now or later."""
+        block = self._blocks[block_id]
+        return block.ref_cnt == 1 and not block.lease_cnt and block.block_hash is None
+
     def allocate(self, num_blocks: int) -> list[int] | None:
         """`num_blocks` empty blocks with one reference each, or None and nothing changed."""
         if num_blocks > self.num_available:
@@ -131,6 +136,16 @@ class BlockPool:
             assert block.ref_cnt > 0, f"block {block_id} freed more often than taken"
             block.ref_cnt -= 1
             self._settle(block)
+
+    def discard(self, block_ids: Sequence[int]) -> list[int]:
+        """`free` for blocks whose content is not to be trusted: where this was the last reference
+        nobody can find them any more. Returns those, to be cleared before their next use."""
+        discarded = [block_id for block_id in block_ids if self._blocks[block_id].ref_cnt == 1]
+        for block in (self._blocks[block_id] for block_id in discarded):
+            if block.block_hash is not None:
+                self._forget(block)
+        self.free(block_ids)
+        return discarded
 
     def _settle(self, block: Block) -> None:
         """Put a block that just lost a holder where it belongs."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from core.kv import KVLayout
 from core.model_config import ModelConfig
-from engine.batch import Batch
+from engine.batch import Batch, SequenceResult
 from engine.kv_cache import KVCache
 from engine.model_runner import ModelRunner
+from engine.sequence import Sequence as EngineSequence
 
 
 class Executor(Protocol):
@@ -27,8 +29,12 @@ class Executor(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def execute(self, batch: Batch) -> tuple[int | None, ...]:
-        """One token per sequence of the batch that wants one, in order; None where it failed."""
+    def execute(self, batch: Batch) -> tuple[SequenceResult, ...]:
+        """One result per sequence of the batch, in order. Needs at least one sequence."""
+        ...
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Zero these blocks now. Nobody may own them."""
         ...
 
 
@@ -43,8 +49,19 @@ class LocalExecutor:
         self.num_blocks = runner.kv_cache.num_blocks
         self.max_model_len = runner.max_model_len
 
-    def execute(self, batch: Batch) -> tuple[int | None, ...]:
+    def execute(self, batch: Batch) -> tuple[SequenceResult, ...]:
         return self._runner.execute(batch)
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        self.kv_cache.clear_blocks(block_ids)
+
+
+def clear_spoiled(executor: Executor, sequences: Sequence[EngineSequence]) -> None:
+    """What failed sequences have left, before their blocks are given out again."""
+    for sequence in sequences:
+        if sequence.spoiled_block_ids:
+            executor.clear_blocks(sequence.spoiled_block_ids)
+            sequence.spoiled_block_ids = []
 
 
 def longest_sequence(executor: Executor) -> int:

@@ -6,6 +6,8 @@ block beyond its id.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,15 +15,26 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.kv import KVLayout
 from core.model_config import ModelConfig, load_model_config
+from core.request import TokenLogprobs
 from core.worker import Progress
-from engine.batch import Batch, build_inputs
+from engine.batch import (
+    Batch,
+    ForwardInputs,
+    Pooling,
+    ScheduledSequence,
+    SequenceResult,
+    build_inputs,
+)
 from engine.kernels import plan_attention
 from engine.kv_cache import KVCache
-from engine.models.registry import build_model
-from engine.sampler import NO_TOKEN, sample
+from engine.models.interface import model_class
+from engine.sampler import prompt_logprobs, sample
 from engine.weights.loader import load_weights, open_checkpoint
 from parallel.groups import Group, Placement, SingleRank
 from parallel.partition import kv_head_range
+
+LOGITS_ROWS = 32
+"""Prompt rows whose logits are held at once."""
 
 
 class ModelRunner:
@@ -40,43 +53,83 @@ class ModelRunner:
         # Process-wide, and torch's default is all cores: several workers on one machine would
         # otherwise fight for them. Set once, before the first operator.
         torch.set_num_threads(config.num_threads)
-        self.model_config = load_model_config(config.model_path)
+        read = load_model_config(config.model_path)
+        model = model_class(read)
+        self.model_config = model.configure(replace(read, served_model_len=config.max_model_len))
         self.max_model_len = _max_model_len(config, self.model_config)
         self._device = _usable_device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         # Before the weights, which take longest: what cannot work shall be said at once.
         layout = _kv_layout(config, self.model_config, group)
         self.kv_cache = KVCache(layout, config.cache, device=self._device)
-        placement = Placement(group=group, dtype=self._dtype, device=self._device)
-        self._model = build_model(self.model_config, placement=placement)
-        load_weights(self._model, open_checkpoint(config.model_path), progress)
+        placement = Placement(
+            group=group,
+            dtype=self._dtype,
+            device=self._device,
+            quantization=config.quantization,
+        )
+        self._model = model(self.model_config, placement=placement)
+        checkpoint = self._model.adapt(open_checkpoint(config.model_path))
+        load_weights(self._model, checkpoint, progress)
 
-    def execute(self, batch: Batch) -> tuple[int | None, ...]:
-        """Run the step; one token per sequence whose `sample` is not None, in order. None where
-        the model gave no number to choose by: that sequence alone has failed."""
-        specs = [s.sample for s in batch.sequences if s.sample is not None]
-        logits = self.logits(batch)
-        with torch.inference_mode():
-            token_ids = sample(logits, specs).tolist()
-        return tuple(None if token_id == NO_TOKEN else token_id for token_id in token_ids)
+    @property
+    def weight_bytes(self) -> int:
+        """Of parameters and buffers; a tensor under two names (tied embeddings) counts once."""
+        tensors = self._model.state_dict().values()
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> tuple[SequenceResult, ...]:
+        """Run the step; one result per sequence of the batch, in order."""
+        inputs, hidden = self._forward(batch)
+        specs = [sequence.samples for sequence in batch.sequences if sequence.samples]
+        rows = hidden[inputs.sample_rows]
+        sampled = iter(sample(self._model.compute_logits(rows), specs) if specs else ())
+        return tuple(
+            SequenceResult(
+                sampled=next(sampled) if sequence.samples else (),
+                prompt_logprobs=self._prompt_logprobs(sequence, hidden[start:]),
+                pooled=self._pool(sequence, hidden[start : start + len(sequence.token_ids)]),
+            )
+            for sequence, start in zip(batch.sequences, inputs.query_starts, strict=True)
+        )
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
-        """Run the step; [num_samples, vocab_size] float32, before temperature."""
-        config, cache = self.model_config, self.kv_cache.tensor
-        if not batch.sequences:
-            return torch.empty((0, config.vocab_size), device=self._device)
-        block_size = self.kv_cache.layout.block_size
-        inputs = build_inputs(batch, block_size=block_size, device=self._device)
-        plan = plan_attention(
-            inputs,
-            cache.shape,
-            scale=config.head_dim**-0.5,
-            sliding_window=config.sliding_window,
-            dtype=self._dtype,
-        )
-        hidden = self._model(inputs.token_ids, inputs.positions, cache, plan)
+        """Run the step; [number of sequences with samples, vocab_size] float32."""
+        inputs, hidden = self._forward(batch)
         return self._model.compute_logits(hidden[inputs.sample_rows])
+
+    def _forward(self, batch: Batch) -> tuple[ForwardInputs, Tensor]:
+        cache = self.kv_cache
+        cache.copy_blocks(batch.block_copies)
+        inputs = build_inputs(batch, block_size=cache.layout.block_size, device=self._device)
+        plan = plan_attention(inputs, cache.tensor.shape, self.model_config, dtype=self._dtype)
+        return inputs, self._model(inputs.token_ids, inputs.positions, cache.tensor, plan)
+
+    def _prompt_logprobs(
+        self, sequence: ScheduledSequence, hidden: Tensor
+    ) -> tuple[TokenLogprobs, ...]:
+        """A few rows at a time: a whole chunk's logits would be hundreds of megabytes."""
+        if sequence.num_prompt_logprobs is None:
+            return ()
+        found: list[TokenLogprobs] = []
+        next_ids = sequence.next_token_ids
+        for start in range(0, len(next_ids), LOGITS_ROWS):
+            some = next_ids[start : start + LOGITS_ROWS]
+            logits = self._model.compute_logits(hidden[start : start + len(some)])
+            found += prompt_logprobs(logits, some, sequence.num_prompt_logprobs)
+        return tuple(found)
+
+    def _pool(self, sequence: ScheduledSequence, hidden: Tensor) -> Tensor | None:
+        if sequence.pooling is None:
+            return None
+        if sequence.pooling is Pooling.CLASSIFY:
+            return self._model.compute_logits(hidden[:1])[0]
+        if sequence.pooling is Pooling.MEAN:
+            return self._model.normalize(hidden).float().sum(dim=0)
+        row = 0 if sequence.pooling is Pooling.CLS else -1
+        return self._model.normalize(hidden[row].unsqueeze(0))[0].float()
 
 
 def _check_parallel(config: EngineConfig, group: Group) -> None:
@@ -113,9 +166,10 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
 
 def _kv_layout(config: EngineConfig, model_config: ModelConfig, group: Group) -> KVLayout:
     kv_heads = kv_head_range(model_config.num_kv_heads, group.rank, group.size)
+    arithmetic = "-".join(filter(None, (config.dtype, config.quantization)))
     return KVLayout(
-        model=model_config.fingerprint,
-        dtype=config.dtype,
+        model=f"{model_config.fingerprint}-{arithmetic}",
+        dtype=config.dtype if config.cache.dtype == "auto" else config.cache.dtype,
         block_size=config.cache.block_size,
         first_layer=0,
         num_layers=model_config.num_layers,

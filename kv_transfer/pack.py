@@ -1,7 +1,8 @@
 """Blocks scattered over a pool <-> one contiguous message.
 
-kv is [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; a message of n blocks is the
-same with n in place of num_blocks, in the order of the block ids given.
+kv is [num_layers, 2, num_blocks, num_kv_heads, block_size, row_size]; a message of n blocks is the
+same with n in place of num_blocks, in the order of the block ids given. A row ends with its scale
+where the dtype has one, so scales move with their numbers.
 """
 
 from __future__ import annotations

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.groups import Placement
-from parallel.linear import parameter
 from parallel.partition import vocab_range, vocab_shard_size
-from parallel.weights import StoredTensor, WeightSlot, copy_shard
+from parallel.weight_formats import Weight, make_weight
+from parallel.weights import WeightSlot
 
 
-def _vocab_parameter(vocab_size: int, hidden_size: int, placement: Placement) -> nn.Parameter:
-    """Padding rows of the last ranks stay zero."""
-    weight = parameter(placement, vocab_shard_size(vocab_size, placement.group.size), hidden_size)
-    return nn.Parameter(weight.zero_(), requires_grad=False)
+def _vocab_weight(vocab_size: int, hidden_size: int, placement: Placement) -> Weight:
+    """Padding rows of the last ranks stay zero. At least 8 bits: 4 bits here cost perplexity for
+    little memory (docs/quantization.md)."""
+    num_rows = vocab_shard_size(vocab_size, placement.group.size)
+    placement = replace(placement, quantization=placement.quantization and "int8")
+    return make_weight(num_rows, hidden_size, placement=placement)
 
 
-def _load(weight: Tensor, local: range, stored: StoredTensor) -> None:
-    copy_shard(weight[: len(local)], stored, first_row=local.start)
+def _vocab_slot(weight: Weight, vocab_size: int, local: range) -> WeightSlot:
+    load = partial(weight.load, rows=range(len(local)), first_row=local.start)
+    return WeightSlot("weight", (vocab_size, weight.in_features), load)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -32,24 +35,23 @@ class VocabParallelEmbedding(nn.Module):
         self.group = placement.group
         self.vocab_size = vocab_size
         self.local = vocab_range(vocab_size, self.group.rank, self.group.size)
-        self.weight = _vocab_parameter(vocab_size, hidden_size, placement)
+        self.weight = _vocab_weight(vocab_size, hidden_size, placement)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.weight.rows(token_ids)
         mine = (token_ids >= self.local.start) & (token_ids < self.local.stop)
-        rows = F.embedding((token_ids - self.local.start) * mine, self.weight)
+        rows = self.weight.rows((token_ids - self.local.start) * mine)
         return self.group.all_reduce(rows * mine.unsqueeze(-1))
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        shape = (self.vocab_size, self.weight.shape[1])
-        yield WeightSlot("weight", shape, partial(_load, self.weight, self.local))
+        yield _vocab_slot(self.weight, self.vocab_size, self.local)
 
 
 class ParallelLMHead(nn.Module):
     """[num_rows, hidden_size] -> logits [num_rows, vocab_size], whole on every rank.
 
-    With `tied` it shares the embedding's parameter and has no slot of its own.
+    With `tied` it shares the embedding's weight and has no slot of its own.
     """
 
     def __init__(
@@ -66,14 +68,13 @@ class ParallelLMHead(nn.Module):
         self.local = vocab_range(vocab_size, self.group.rank, self.group.size)
         self.tied = tied is not None
         self.weight = (
-            _vocab_parameter(vocab_size, hidden_size, placement) if tied is None else tied.weight
+            _vocab_weight(vocab_size, hidden_size, placement) if tied is None else tied.weight
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        shards = self.group.all_gather(F.linear(hidden, self.weight))
+        shards = self.group.all_gather(self.weight.matmul(hidden))
         return shards.movedim(0, 1).flatten(1)[:, : self.vocab_size]
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         if not self.tied:
-            shape = (self.vocab_size, self.weight.shape[1])
-            yield WeightSlot("weight", shape, partial(_load, self.weight, self.local))
+            yield _vocab_slot(self.weight, self.vocab_size, self.local)

@@ -49,3 +49,5 @@ class Placement:
     group: Group
     dtype: torch.dtype
     device: torch.device
+    quantization: str | None = None
+    """Format of the matrices (parallel/weight_formats.py); None: in `dtype`, as all else is."""

@@ -12,12 +12,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.groups import Placement
 from parallel.partition import even_range, head_range, kv_head_range
-from parallel.weights import StoredTensor, WeightSlot, copy_shard
+from parallel.weight_formats import make_weight
+from parallel.weights import WeightSlot, copy_shard
 
 
 def parameter(placement: Placement, *shape: int) -> nn.Parameter:
@@ -45,29 +45,25 @@ class ColumnParallelLinear(nn.Module):
         self.in_features = in_features
         self.parts = tuple(parts)
         num_rows = sum(len(part.local) for part in parts)
-        self.weight = parameter(placement, num_rows, in_features)
+        self.weight = make_weight(num_rows, in_features, placement=placement)
         self.bias = parameter(placement, num_rows) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.weight.matmul(x, self.bias)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         start = 0
         for part in self.parts:
-            rows = slice(start, start + len(part.local))
-            load = partial(self._load_part, part, rows)
+            rows = range(start, start + len(part.local))
+            first_row = part.local.start
             prefix = f"{part.name}." if part.name else ""
-            yield WeightSlot(
-                f"{prefix}weight", (part.total, self.in_features), partial(load, self.weight)
-            )
+            load = partial(self.weight.load, rows=rows, first_row=first_row)
+            yield WeightSlot(f"{prefix}weight", (part.total, self.in_features), load)
             if self.bias is not None:
-                yield WeightSlot(f"{prefix}bias", (part.total,), partial(load, self.bias))
+                bias = self.bias[rows.start : rows.stop]
+                load = partial(copy_shard, bias, first_row=first_row)
+                yield WeightSlot(f"{prefix}bias", (part.total,), load)
             start = rows.stop
-
-    def _load_part(
-        self, part: OutputPart, rows: slice, target: Tensor, stored: StoredTensor
-    ) -> None:
-        copy_shard(target[rows], stored, first_row=part.local.start)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -131,19 +127,16 @@ class RowParallelLinear(nn.Module):
         self.group = placement.group
         self.in_features = in_features
         self.local = even_range(in_features, self.group.rank, self.group.size, "input features")
-        self.weight = parameter(placement, out_features, len(self.local))
+        self.weight = make_weight(out_features, len(self.local), placement=placement)
         self.bias = parameter(placement, out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.group.all_reduce(F.linear(x, self.weight))
+        out = self.group.all_reduce(self.weight.matmul(x))
         return out if self.bias is None else out + self.bias  # once, not once per rank
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        num_rows = self.weight.shape[0]
-        yield WeightSlot(
-            "weight",
-            (num_rows, self.in_features),
-            partial(copy_shard, self.weight, first_column=self.local.start),
-        )
+        num_rows = self.weight.out_features
+        load = partial(self.weight.load, rows=range(num_rows), first_column=self.local.start)
+        yield WeightSlot("weight", (num_rows, self.in_features), load)
         if self.bias is not None:
             yield WeightSlot("bias", (num_rows,), partial(copy_shard, self.bias))

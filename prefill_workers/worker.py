@@ -18,7 +18,8 @@ from core.request import GenerateRequest, SequenceOutput
 from core.worker import WorkerReport
 from engine.batch import Batch, ScheduledSequence
 from engine.block_pool import BlockPool
-from engine.executor import Executor, longest_sequence
+from engine.executor import Executor, clear_spoiled, longest_sequence
+from engine.pooling import check_can_generate
 from engine.reporter import Reporter
 from engine.scheduler import PrefillScheduler
 from engine.sequence import Sequence
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillWorker:
+    """Raises InvalidRequestError at construction for an encoder."""
+
     def __init__(
         self,
         config: EngineConfig,
@@ -37,6 +40,7 @@ class PrefillWorker:
         sender: KVSender,
         clock: Callable[[], float],
     ) -> None:
+        check_can_generate(executor.model_config)
         self._executor = executor
         self._pool = pool
         self._sender = sender
@@ -52,12 +56,14 @@ class PrefillWorker:
         if not shares:
             return StepResult([], worked=False)
         try:
-            token_ids = self._executor.execute(Batch(sequences=tuple(shares)))
+            results = self._executor.execute(Batch(sequences=tuple(shares)))
         except Exception as error:
             logger.exception("a prefill step failed")
             return StepResult(self._fail(shares, error), worked=True)
-        done = self._scheduler.update(shares, token_ids)
-        return StepResult([self._hand_over(sequence) for sequence in done], worked=True)
+        done = self._scheduler.update(shares, results)
+        outputs = [self._hand_over(sequence) for sequence in done]
+        clear_spoiled(self._executor, done)
+        return StepResult(outputs, worked=True)
 
     def submit(self, request: GenerateRequest, handle: KVHandle | None) -> None:
         """Raises ContextLengthError or InvalidRequestError; the request is then not here."""
@@ -75,7 +81,7 @@ class PrefillWorker:
     def abort(self, request_id: str, attempt: int) -> None:
         """Queued or running: its blocks are free at once. Handed over: the lease ends, or, when a
         transfer reads it just now, ends with the transfer."""
-        if self._scheduler.abort(request_id, attempt) is None:
+        if not self._scheduler.abort(request_id, attempt):
             self._sender.abort_request(request_id, attempt)
             self._end_leases(self._clock())
 
@@ -92,17 +98,19 @@ class PrefillWorker:
     def _hand_over(self, sequence: Sequence) -> SequenceOutput:
         request = sequence.request
         handle = None if sequence.ended else self._lease(sequence)
-        times = self._times(sequence)
-        sequence.release(self._pool)
-        return SequenceOutput(
+        output = SequenceOutput(
             request_id=request.request_id,
             attempt=request.attempt,
-            token_ids=() if sequence.error else (sequence.token_ids[-1],),
+            token_ids=sequence.newest_token_ids,
+            logprobs=sequence.newest_token_logprobs,
+            prompt_logprobs=tuple(sequence.prompt_logprobs),
             finish_reason=sequence.finish_reason,
             error=sequence.error,
             handle=handle,
-            prefill_times=times,
+            prefill_times=self._times(sequence),
         )
+        sequence.release(self._pool)
+        return output
 
     def _lease(self, sequence: Sequence) -> KVHandle:
         num_full = sequence.num_computed_tokens // self._pool.block_size

@@ -5,13 +5,13 @@ from deep inside."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from core.errors import InvalidRequestError, TwostrokeError, error_from_code
 from core.kv import BlockRef, ChannelOffer, KVHandle, KVLayout, PullRequest
 from core.lifetime import DecodeTimes, PrefillTimes
 from core.prefix import BlockHash
-from core.request import FinishReason, GenerateRequest, SequenceOutput
+from core.request import FinishReason, GenerateRequest, SequenceOutput, TokenLogprobs
 from core.sampling_params import SamplingParams
 from core.worker import WorkerId, WorkerInfo, WorkerReport, WorkerRole
 from protocol import worker_pb2 as pb
@@ -26,23 +26,39 @@ def error_from_proto(error: pb.Error) -> TwostrokeError:
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
-    return pb.SamplingParams(**asdict(sampling))
+    values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}  # no copies
+    values["logit_bias"] = [pb.LogitBias(token_id=i, bias=bias) for i, bias in sampling.logit_bias]
+    values["bad_words"] = [pb.BadWord(token_ids=word) for word in sampling.bad_words]
+    return pb.SamplingParams(**values)
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    has = message.HasField
     return SamplingParams(
         temperature=message.temperature,
         top_k=message.top_k,
         top_p=message.top_p,
         min_p=message.min_p,
+        typical_p=message.typical_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+        allowed_token_ids=tuple(message.allowed_token_ids),
         seed=message.seed,
         max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if has("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if has("prompt_logprobs") else None,
     )
 
 
 def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
+    if request.num_choices != 1:
+        raise InvalidRequestError("a worker takes one choice per request", param="n")
     return pb.GenerateRequest(
         request_id=request.request_id,
         model=request.model,
@@ -53,6 +69,7 @@ def request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         attempt=request.attempt,
         choice_index=request.choice_index,
         cache_salt=request.cache_salt,
+        priority=request.priority,
     )
 
 
@@ -67,6 +84,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         attempt=message.attempt,
         choice_index=message.choice_index,
         cache_salt=message.cache_salt,
+        priority=message.priority,
     )
 
 
@@ -281,6 +299,25 @@ def decode_times_from_proto(message: pb.DecodeTimes) -> DecodeTimes:
     )
 
 
+def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise InvalidRequestError("token ids and log probabilities do not pair", param="logprobs")
+    return TokenLogprobs(
+        token_id=message.token_id,
+        logprob=message.logprob,
+        top=tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)),
+    )
+
+
 def output_to_proto(output: SequenceOutput) -> pb.SequenceOutput:
     prefill, decode = output.prefill_times, output.decode_times
     return pb.SequenceOutput(
@@ -292,6 +329,8 @@ def output_to_proto(output: SequenceOutput) -> pb.SequenceOutput:
         handle=handle_to_proto(output.handle) if output.handle else None,
         prefill_times=pb.PrefillTimes(**asdict(prefill)) if prefill else None,
         decode_times=pb.DecodeTimes(**asdict(decode)) if decode else None,
+        logprobs=map(logprobs_to_proto, output.logprobs),
+        prompt_logprobs=map(logprobs_to_proto, output.prompt_logprobs),
     )
 
 
@@ -308,4 +347,6 @@ def output_from_proto(message: pb.SequenceOutput) -> SequenceOutput:
         if has("prefill_times")
         else None,
         decode_times=decode_times_from_proto(message.decode_times) if has("decode_times") else None,
+        logprobs=tuple(map(logprobs_from_proto, message.logprobs)),
+        prompt_logprobs=tuple(map(logprobs_from_proto, message.prompt_logprobs)),
     )

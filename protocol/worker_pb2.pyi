@@ -158,6 +158,8 @@ class SequenceOutput(google.protobuf.message.Message):
     HANDLE_FIELD_NUMBER: builtins.int
     PREFILL_TIMES_FIELD_NUMBER: builtins.int
     DECODE_TIMES_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     finish_reason: builtins.str
@@ -176,6 +178,14 @@ class SequenceOutput(google.protobuf.message.Message):
     def prefill_times(self) -> global___PrefillTimes: ...
     @property
     def decode_times(self) -> global___DecodeTimes: ...
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenLogprobs]:
+        """one per token, where asked for"""
+
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenLogprobs]:
+        """of every prompt token but the first"""
+
     def __init__(
         self,
         *,
@@ -187,11 +197,41 @@ class SequenceOutput(google.protobuf.message.Message):
         handle: global___KVHandle | None = ...,
         prefill_times: global___PrefillTimes | None = ...,
         decode_times: global___DecodeTimes | None = ...,
+        logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
+        prompt_logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["decode_times", b"decode_times", "error", b"error", "handle", b"handle", "prefill_times", b"prefill_times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "decode_times", b"decode_times", "error", b"error", "finish_reason", b"finish_reason", "handle", b"handle", "prefill_times", b"prefill_times", "request_id", b"request_id", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "decode_times", b"decode_times", "error", b"error", "finish_reason", b"finish_reason", "handle", b"handle", "logprobs", b"logprobs", "prefill_times", b"prefill_times", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]) -> None: ...
 
 global___SequenceOutput = SequenceOutput
+
+@typing.final
+class TokenLogprobs(google.protobuf.message.Message):
+    """Single precision, as the model computes them. Item i of the top list has id top_token_ids[i]."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: builtins.int
+    LOGPROB_FIELD_NUMBER: builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
+    token_id: builtins.int
+    logprob: builtins.float
+    @property
+    def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        token_id: builtins.int = ...,
+        logprob: builtins.float = ...,
+        top_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        top_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "token_id", b"token_id", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]) -> None: ...
+
+global___TokenLogprobs = TokenLogprobs
 
 @typing.final
 class Error(google.protobuf.message.Message):
@@ -217,6 +257,8 @@ global___Error = Error
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
+    """One choice: a router sends as many requests as it wants answers."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
@@ -228,11 +270,13 @@ class GenerateRequest(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     CHOICE_INDEX_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     attempt: builtins.int
     choice_index: builtins.int
     cache_salt: builtins.str
+    priority: builtins.int
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -253,9 +297,10 @@ class GenerateRequest(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         choice_index: builtins.int = ...,
         cache_salt: builtins.str = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "eos_token_ids", b"eos_token_ids", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "eos_token_ids", b"eos_token_ids", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
 
 global___GenerateRequest = GenerateRequest
 
@@ -271,6 +316,16 @@ class SamplingParams(google.protobuf.message.Message):
     MAX_TOKENS_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     IGNORE_EOS_FIELD_NUMBER: builtins.int
+    TYPICAL_P_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    MIN_TOKENS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     top_k: builtins.int
     top_p: builtins.float
@@ -278,8 +333,22 @@ class SamplingParams(google.protobuf.message.Message):
     seed: builtins.int
     max_tokens: builtins.int
     ignore_eos: builtins.bool
+    typical_p: builtins.float
+    repetition_penalty: builtins.float
+    presence_penalty: builtins.float
+    frequency_penalty: builtins.float
+    min_tokens: builtins.int
+    logprobs: builtins.int
+    """absent: not asked for; 0: of the token itself only"""
+    prompt_logprobs: builtins.int
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def logit_bias(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LogitBias]: ...
+    @property
+    def bad_words(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BadWord]: ...
+    @property
+    def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -291,10 +360,59 @@ class SamplingParams(google.protobuf.message.Message):
         max_tokens: builtins.int = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         ignore_eos: builtins.bool = ...,
+        typical_p: builtins.float = ...,
+        repetition_penalty: builtins.float = ...,
+        presence_penalty: builtins.float = ...,
+        frequency_penalty: builtins.float = ...,
+        logit_bias: collections.abc.Iterable[global___LogitBias] | None = ...,
+        bad_words: collections.abc.Iterable[global___BadWord] | None = ...,
+        allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        min_tokens: builtins.int = ...,
+        logprobs: builtins.int | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
 
 global___SamplingParams = SamplingParams
+
+@typing.final
+class LogitBias(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: builtins.int
+    BIAS_FIELD_NUMBER: builtins.int
+    token_id: builtins.int
+    bias: builtins.float
+    def __init__(
+        self,
+        *,
+        token_id: builtins.int = ...,
+        bias: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bias", b"bias", "token_id", b"token_id"]) -> None: ...
+
+global___LogitBias = LogitBias
+
+@typing.final
+class BadWord(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["token_ids", b"token_ids"]) -> None: ...
+
+global___BadWord = BadWord
 
 @typing.final
 class KVLayout(google.protobuf.message.Message):

@@ -30,7 +30,7 @@ from core.errors import (
 )
 from core.lifetime import Lifetime
 from core.worker import WorkerRole
-from router.choice import LifetimeObserver, TextChunk, collect, merge, write_choice
+from router.choice import LifetimeObserver, TextChunk, collect, merge, pick_best, write_choice
 from router.generate import Fleet
 from router.http_errors import describe, error_body, error_headers, http_error, is_internal
 from router.http_exchange import (
@@ -236,6 +236,7 @@ class Exchange(Response):
                     model=self._gateway.config.served_model_name,
                     include_usage=prepared.include_usage,
                     return_token_ids=prepared.return_token_ids,
+                    logprobs=prepared.logprobs,
                 )
             )
             respond = self._stream if prepared.stream else self._whole
@@ -265,6 +266,9 @@ class Exchange(Response):
     ) -> None:
         async with aclosing(answer.chunks()) as chunks:
             choices = await collect(chunks, len(answer.lives))
+        prepared = answer.prepared
+        if prepared.best_of > prepared.n:
+            choices = pick_best(choices, best_of=prepared.best_of, n=prepared.n)
         await send_whole(send, 200, writer.whole(choices, answer.usage()), _JSON)
 
     async def _stream(

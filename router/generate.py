@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from core.errors import DeadlineExceededError, InternalError, RetryableError
 from core.lifetime import Lifetime
-from core.request import GenerateRequest, SequenceOutput, TokenChunk
+from core.request import GenerateRequest, SequenceOutput
 from core.worker import WorkerId
 from router.prefix_index import PrefixIndex
 from router.registry import WorkerRegistry
@@ -35,8 +35,9 @@ class Fleet:
 
 async def generate(
     request: GenerateRequest, fleet: Fleet, life: Lifetime, *, deadline: float
-) -> AsyncGenerator[TokenChunk, None]:
-    """New tokens of `request` as they come; `life` is filled in along the way.
+) -> AsyncGenerator[SequenceOutput, None]:
+    """What workers say of `request`: new tokens as they come, each once; `life` is filled in along
+    the way.
 
     `deadline` is a time of time.monotonic(). Raises TwostrokeError. Close it when done early.
     """
@@ -59,7 +60,7 @@ async def generate(
             output += first.token_ids
             with released_unless_taken(registry, choice.worker_id, request) as handover:
                 handover.taken = first.handle is None
-                yield TokenChunk(token_ids=first.token_ids, finish_reason=first.finish_reason)
+                yield first
                 if first.handle is None:
                     return
                 rest = replace(request, output_token_ids=tuple(output))
@@ -72,7 +73,7 @@ async def generate(
                         handover.taken = True  # its KV has arrived
                         stamps.decoded(new)
                         output += new.token_ids
-                        yield TokenChunk(token_ids=new.token_ids, finish_reason=new.finish_reason)
+                        yield new
             return
         except RetryableError as error:
             life.notes.append(f"{error.code} on {route.decode or route.prefill}: {error}")

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from core.request import FinishReason
-from router.choice import TextChunk
+from router.choice import LogprobEntry, TextChunk
 
 DONE = b"data: [DONE]\n\n"
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has not."""
 
 
 class Usage(NamedTuple):
@@ -39,6 +41,7 @@ class ReplyHead(NamedTuple):
     model: str
     include_usage: bool
     return_token_ids: bool
+    logprobs: bool
 
 
 class ReplyWriter(Protocol):
@@ -76,11 +79,19 @@ class _EventMaker:
         self._before = "data: " + _dump(self.identity)[:-1] + ',"choices":['
         self._after = '],"usage":null}\n\n' if head.include_usage else "]}\n\n"
 
-    def choice(self, index: int, content: str, reason: str | None, token_ids: Sequence[int]) -> str:
+    def choice(
+        self,
+        index: int,
+        content: str,
+        reason: str | None,
+        token_ids: Sequence[int],
+        logprobs: dict[str, Any] | None,
+    ) -> str:
         """`content` is the JSON of the endpoint's own field."""
         ids = f',"token_ids":{_dump(list(token_ids))}' if self._head.return_token_ids else ""
         return (
-            f'{self._before}{{"index":{index},{content},"logprobs":null,'
+            f'{self._before}{{"index":{index},{content},'
+            f'"logprobs":{"null" if logprobs is None else _dump(logprobs)},'
             f'"finish_reason":{_REASONS[reason]}{ids}}}{self._after}'
         )
 
@@ -100,11 +111,11 @@ class CompletionWriter:
         self._maker = _EventMaker(head, "text_completion", "cmpl")
 
     def events(self, chunk: TextChunk) -> bytes:
-        if not (chunk.text or chunk.finish_reason or self._head.return_token_ids):
+        if not (chunk.finish_reason or _says_something(self._head, chunk)):
             return b""
         content = f'"text":{_dump(chunk.text)}'
-        reason = _reason(chunk.finish_reason)
-        return self._maker.choice(chunk.index, content, reason, chunk.token_ids).encode()
+        reason, logprobs = _reason(chunk.finish_reason), self._logprobs(chunk)
+        return self._maker.choice(chunk.index, content, reason, chunk.token_ids, logprobs).encode()
 
     def usage_event(self, usage: Usage) -> bytes:
         return self._maker.usage(usage)
@@ -114,13 +125,23 @@ class CompletionWriter:
             {
                 "index": choice.index,
                 "text": choice.text,
-                "logprobs": None,
+                "logprobs": self._logprobs(choice),
                 "finish_reason": _reason(choice.finish_reason),
                 **_token_ids(self._head, choice),
             }
             for choice in choices
         ]
         return _whole(self._maker.identity, rows, usage)
+
+    def _logprobs(self, chunk: TextChunk) -> dict[str, Any] | None:
+        if not (self._head.logprobs and chunk.logprobs):
+            return None
+        return {
+            "tokens": [_token_text(entry.piece) for entry in chunk.logprobs],
+            "token_logprobs": [_number(entry.logprob) for entry in chunk.logprobs],
+            "top_logprobs": [_top_by_text(entry) for entry in chunk.logprobs],
+            "text_offset": [entry.text_offset for entry in chunk.logprobs],
+        }
 
 
 class ChatWriter:
@@ -138,12 +159,12 @@ class ChatWriter:
         choice = self._maker.choice
         if chunk.index not in self._begun:
             self._begun.add(chunk.index)
-            yield choice(chunk.index, '"delta":{"role":"assistant","content":""}', None, ())
-        if chunk.text or (self._head.return_token_ids and chunk.token_ids):
+            yield choice(chunk.index, '"delta":{"role":"assistant","content":""}', None, (), None)
+        if _says_something(self._head, chunk):
             content = f'"delta":{{"content":{_dump(chunk.text)}}}'
-            yield choice(chunk.index, content, None, chunk.token_ids)
+            yield choice(chunk.index, content, None, chunk.token_ids, self._logprobs(chunk))
         if chunk.finish_reason:
-            yield choice(chunk.index, '"delta":{}', chunk.finish_reason.value, ())
+            yield choice(chunk.index, '"delta":{}', chunk.finish_reason.value, (), None)
 
     def usage_event(self, usage: Usage) -> bytes:
         return self._maker.usage(usage)
@@ -153,13 +174,51 @@ class ChatWriter:
             {
                 "index": choice.index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None,
+                "logprobs": self._logprobs(choice),
                 "finish_reason": _reason(choice.finish_reason),
                 **_token_ids(self._head, choice),
             }
             for choice in choices
         ]
         return _whole({**self._maker.identity, "object": "chat.completion"}, rows, usage)
+
+    def _logprobs(self, chunk: TextChunk) -> dict[str, Any] | None:
+        if not (self._head.logprobs and chunk.logprobs):
+            return None
+        content = [
+            {
+                **_chat_token(entry.piece, entry.logprob),
+                "top_logprobs": [_chat_token(piece, logprob) for piece, logprob in entry.top],
+            }
+            for entry in chunk.logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _chat_token(piece: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": _token_text(piece), "logprob": _number(logprob), "bytes": list(piece)}
+
+
+def _top_by_text(entry: LogprobEntry) -> dict[str, float] | None:
+    """The likeliest tokens and the one that was taken. Of tokens with equal text the likeliest."""
+    if entry.logprob is None:
+        return None
+    likeliest_last = ((entry.piece, entry.logprob), *reversed(entry.top))
+    return {_token_text(piece): max(logprob, MIN_LOGPROB) for piece, logprob in likeliest_last}
+
+
+def _token_text(piece: bytes) -> str:
+    r"""A token's text; bytes that are no whole character are written as in \xf0\x9f."""
+    return piece.decode(errors="backslashreplace")
+
+
+def _number(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, MIN_LOGPROB)
+
+
+def _says_something(head: ReplyHead, chunk: TextChunk) -> bool:
+    """Beside a finish reason."""
+    return bool(chunk.text or ((head.return_token_ids or head.logprobs) and chunk.token_ids))
 
 
 def _token_ids(head: ReplyHead, choice: TextChunk) -> dict[str, list[int]]:

@@ -10,14 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError, from_json
 
 from core.errors import InvalidRequestError, UnsupportedParameterError
+from core.request import MAX_CHOICES
+from core.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_COUNT,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+)
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
-MAX_CHOICES = 128
 MAX_MESSAGES = 10_000
 
 IGNORED = frozenset(
@@ -34,26 +41,18 @@ IGNORED = frozenset(
 
 OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
+    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -74,7 +73,23 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """{"token id": bias}. By hand: pydantic would complain of every entry of a bad one."""
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError(
+            "logit_bias", f"must be an object with at most {MAX_LOGIT_BIAS} entries"
+        )
+    for token_id, bias in value.items():
+        if not token_id.isdecimal() or len(token_id) > 10 or token_id != str(int(token_id)):
+            raise PydanticCustomError("logit_bias", 'each key must be a token id, as in "50256"')
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise PydanticCustomError("logit_bias", "each value must be a number in [-100, 100]")
+    return tuple((int(token_id), float(bias)) for token_id, bias in value.items())
+
+
+LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(_read_logit_bias)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class GenerationFields(_Strict):
@@ -86,22 +101,41 @@ class GenerationFields(_Strict):
     top_k: int | None = None
     """0 or -1: off."""
     min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: LogitBias | None = None
+    bad_words: Annotated[FastList[StopString], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
+    """Each is two sequences of tokens: with and without a space before it."""
+    allowed_token_ids: (
+        Annotated[FastList[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = None
     seed: int | None = None
     stop: StopString | FastList[StopString] | None = None
     stop_token_ids: FastList[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    """Before it no stop string ends the output either."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """Requests with different salts never share cached blocks."""
+    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
+    """Lower runs earlier."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def num_generated(self) -> int:
+        """Choices of each prompt, those that only compete included."""
+        return self.n or 1
 
     @property
     def include_usage(self) -> bool:
@@ -124,6 +158,39 @@ class CompletionFields(GenerationFields):
 
     prompt: str | FastList[str] | FastList[int] | FastList[FastList[int]]
     max_tokens: int | None = None
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or several, as a list."""
+        prompt: Any = self.prompt
+        one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if one else prompt
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to report beside each token's own log probability; None: nothing."""
+        return self.logprobs
+
+    @property
+    def num_generated(self) -> int:
+        return self.best_of or self.n or 1
+
+    def check(self) -> None:
+        GenerationFields.check(self)
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise InvalidRequestError(
+                f"best_of must be at least n ({n}), not {self.best_of}", param="best_of"
+            )
+        if self.stream and self.best_of is not None and self.best_of > n:
+            raise InvalidRequestError(
+                "the best of several answers is known at their end: best_of above n cannot be "
+                "streamed",
+                param="best_of",
+            )
 
 
 class TextPart(_Strict):
@@ -157,9 +224,20 @@ class ChatFields(GenerationFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     """Newer than max_tokens: wins over it."""
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As of a completion."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
         GenerationFields.check(self)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs is only allowed when logprobs is true", param="top_logprobs"
+            )
         for index, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
                 raise InvalidRequestError(

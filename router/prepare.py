@@ -7,22 +7,17 @@ that can be wrong with a request is found here, before any worker hears of it an
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TypeGuard
 
 from core.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from core.request import GenerateRequest
+from core.request import MAX_CHOICES, GenerateRequest
 from core.sampling_params import SamplingParams
 from router.chat_template import ChatMessage
-from router.choice import ChoiceRequest
-from router.openai_types import (
-    MAX_CHOICES,
-    ChatFields,
-    CompletionFields,
-    GenerationFields,
-    parse_body,
-)
+from router.choice import ChoiceRequest, Echo
+from router.openai_types import ChatFields, CompletionFields, parse_body
 from router.prompt_bound import PromptBound
 from router.registry import ModelLimits
 from router.text_stream import TextStream
@@ -32,12 +27,19 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may fill the rest of the context."""
 
 
+Fields = ChatFields | CompletionFields
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     choices: tuple[ChoiceRequest, ...]
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    logprobs: bool
+    n: int
+    best_of: int
+    """Choices of each prompt; the client gets the best `n` of them."""
     num_prompt_tokens: int
     """Each prompt counted once, however many choices it has."""
 
@@ -92,12 +94,10 @@ class Preparer:
             )
 
     def _encode_prompts(self, fields: CompletionFields) -> list[Sequence[int]]:
-        prompt: Any = fields.prompt
-        one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-        prompts = [prompt] if one else prompt
+        prompts = fields.prompts
         if not prompts:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        _check_num_choices(len(prompts), fields.n or 1)
+        _check_num_choices(len(prompts), fields)
         for each in prompts:
             if isinstance(each, str):
                 self._check_size(each, "prompt")
@@ -116,7 +116,7 @@ class Preparer:
 
     def _prepare(
         self,
-        fields: GenerationFields,
+        fields: Fields,
         prompts: Sequence[Sequence[int]],
         *,
         max_tokens: int,
@@ -125,49 +125,107 @@ class Preparer:
     ) -> Prepared:
         for prompt in prompts:
             self._check_prompt(prompt, param)
-        self._check_token_ids(fields.stop_token_ids or (), "stop_token_ids")
-        n = fields.n or 1
-        _check_num_choices(len(prompts), n)
-        seed = secrets.randbits(62) if fields.seed is None else fields.seed
-        choices: list[ChoiceRequest] = []
-        for prompt in map(tuple, prompts):
-            room = self.limits.max_model_len - len(prompt)
-            sampling = _sampling(fields, seed=seed, max_tokens=min(max_tokens, room))
-            for choice_index in range(n):
-                index = len(choices)
-                request = GenerateRequest(
-                    request_id=f"{request_id}-{index}" if index else request_id,
-                    model=self.model,
-                    prompt_token_ids=prompt,
-                    sampling=sampling,
-                    eos_token_ids=self.tokenizer.eos_token_ids,
-                    choice_index=choice_index,
-                    cache_salt=fields.cache_salt or "",
-                )
-                opener = self._text_opener(fields, prompt)
-                choices.append(ChoiceRequest(index=index, request=request, open_text=opener))
+        _check_num_choices(len(prompts), fields)
+        sampling = self._sampling(fields, max_tokens=min(max_tokens, self.limits.max_model_len))
+        requests = [self._request(fields, tuple(p), sampling, request_id) for p in prompts]
+        choices = tuple(chain(*(self._choices(fields, i, r) for i, r in enumerate(requests))))
         return Prepared(
-            choices=tuple(choices),
+            choices=choices,
             stream=bool(fields.stream),
             include_usage=fields.include_usage,
             return_token_ids=bool(fields.return_token_ids),
+            logprobs=fields.num_logprobs is not None,
+            n=fields.n or 1,
+            best_of=fields.num_generated,
             num_prompt_tokens=sum(map(len, prompts)),
         )
 
-    def _text_opener(
-        self, fields: GenerationFields, prompt: tuple[int, ...]
-    ) -> Callable[[], TextStream]:
+    def _request(
+        self,
+        fields: Fields,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        request_id: str,
+    ) -> GenerateRequest:
+        room = self.limits.max_model_len - len(prompt)
+        request = GenerateRequest(
+            request_id=request_id,
+            model=self.model,
+            prompt_token_ids=prompt,
+            sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            cache_salt=fields.cache_salt or "",
+            priority=fields.priority or 0,
+        )
+        _check_some_token_is_left(request)
+        return request
+
+    def _choices(
+        self, fields: Fields, number: int, request: GenerateRequest
+    ) -> Iterator[ChoiceRequest]:
+        """Those of prompt `number`."""
+        echo = self._echo(fields, number, request.prompt_token_ids)
+        opener = self._text_opener(fields, request.prompt_token_ids)
+        for choice_index in range(fields.num_generated):
+            index = number * fields.num_generated + choice_index
+            request_id = f"{request.request_id}-{index}" if index else request.request_id
+            yield ChoiceRequest(
+                index=index,
+                request=replace(request, request_id=request_id, choice_index=choice_index),
+                open_text=opener,
+                token_bytes=self.tokenizer.token_bytes,
+                echo=echo,
+            )
+
+    def _text_opener(self, fields: Fields, prompt: tuple[int, ...]) -> Callable[[], TextStream]:
         """A completion's text goes on from its prompt; an assistant's turn starts anew."""
-        before = prompt if isinstance(fields, CompletionFields) else ()
-        stop = fields.stop_strings
-        return lambda: self.tokenizer.stream(stop, prompt_token_ids=before)
+        return lambda: self.tokenizer.stream(
+            fields.stop_strings,
+            min_tokens=fields.min_tokens or 0,
+            prompt_token_ids=prompt if isinstance(fields, CompletionFields) else (),
+        )
+
+    def _echo(self, fields: Fields, number: int, prompt: tuple[int, ...]) -> Echo | None:
+        if not _wants_echo(fields):
+            return None
+        given = fields.prompts[number]
+        written = given if isinstance(given, str) else None
+        text, offsets = self.tokenizer.read_prompt(prompt, written)
+        return Echo(text=text, offsets=offsets)
+
+    def _sampling(self, fields: Fields, *, max_tokens: int) -> SamplingParams:
+        """Omitted means OpenAI's defaults: temperature 1, top_p 1, all else off."""
+        num_logprobs, picks_best = fields.num_logprobs, fields.num_generated > (fields.n or 1)
+        given = {name: value for name in _AS_GIVEN if (value := getattr(fields, name)) is not None}
+        sampling = SamplingParams(
+            **given,
+            top_k=0 if fields.top_k in (None, -1) else fields.top_k or 0,
+            bad_words=self.tokenizer.encode_bad_words(fields.bad_words or ()),
+            allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+            seed=secrets.randbits(62) if fields.seed is None else fields.seed,
+            max_tokens=max_tokens,
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            logprobs=0 if picks_best and num_logprobs is None else num_logprobs,
+            prompt_logprobs=num_logprobs if _wants_echo(fields) else None,
+        )
+        sampling.check_vocabulary(self._vocab_size)
+        return sampling
+
+    @property
+    def _vocab_size(self) -> int:
+        return min(self.limits.vocab_size, self.tokenizer.vocab_size)
 
     def _check_prompt(self, prompt: Sequence[int], param: str) -> None:
         if not prompt:
             raise InvalidRequestError("the prompt is empty", param=param)
         if len(prompt) >= self.limits.max_model_len:
             raise self._too_long(str(len(prompt)), param)
-        self._check_token_ids(prompt, param)
+        vocab_size = self._vocab_size
+        for token_id in prompt:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"token id {token_id} is outside the vocabulary of {vocab_size}", param=param
+                )
 
     def _too_long(self, num_tokens: str, param: str) -> ContextLengthError:
         return ContextLengthError(
@@ -176,27 +234,37 @@ class Preparer:
             param=param,
         )
 
-    def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
-        vocab_size = min(self.limits.vocab_size, self.tokenizer.vocab_size)
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(
-                    f"token id {token_id} is outside the vocabulary of {vocab_size}", param=param
-                )
+
+def _wants_echo(fields: Fields) -> TypeGuard[CompletionFields]:
+    return isinstance(fields, CompletionFields) and bool(fields.echo)
 
 
-def _sampling(fields: GenerationFields, *, seed: int, max_tokens: int) -> SamplingParams:
-    """Omitted means OpenAI's defaults: temperature 1, top_p 1, no other filter."""
-    return SamplingParams(
-        temperature=1.0 if fields.temperature is None else fields.temperature,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        top_k=0 if fields.top_k in (None, -1) else fields.top_k or 0,
-        min_p=fields.min_p or 0.0,
-        seed=seed,
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        ignore_eos=bool(fields.ignore_eos),
-    )
+_AS_GIVEN = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "ignore_eos",
+)
+"""Fields that mean the same to SamplingParams, defaults included."""
+
+
+def _check_some_token_is_left(request: GenerateRequest) -> None:
+    """Of allowed_token_ids: the first step must have something to choose from."""
+    sampling = request.sampling
+    barred = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.min_tokens:
+        barred.update(request.ending_token_ids)
+    if sampling.allowed_token_ids and barred.issuperset(sampling.allowed_token_ids):
+        raise InvalidRequestError(
+            "bad_words and min_tokens bar every token of allowed_token_ids",
+            param="allowed_token_ids",
+        )
 
 
 def _role(role: str) -> str:
@@ -209,9 +277,11 @@ def _require_positive(name: str, value: int | None) -> None:
         raise InvalidRequestError(f"{name} must be at least 1", param=name)
 
 
-def _check_num_choices(num_prompts: int, n: int) -> None:
-    if num_prompts * n > MAX_CHOICES:
+def _check_num_choices(num_prompts: int, fields: Fields) -> None:
+    count = fields.num_generated
+    if num_prompts * count > MAX_CHOICES:
+        name = "n" if count == (fields.n or 1) else "best_of"
         raise InvalidRequestError(
-            f"{num_prompts} prompts with n={n} are more than {MAX_CHOICES} choices",
-            param="n" if n > 1 else "prompt",
+            f"{num_prompts} prompts with {name}={count} are more than {MAX_CHOICES} choices",
+            param=name if count > 1 else "prompt",
         )

@@ -196,12 +196,13 @@ class _StopFilter:
         self.matched: str | None = None
         self.stopped = False
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, *, armed: bool = True) -> str:
+        """Not `armed`: a stop string that ends within `text` is text like any other."""
         if not self._stops:
             return text
         held, num_scanned = self._held + text, len(self._held)
         for end in range(num_scanned + 1, len(held) + 1):
-            self._scan(held[end - 1], end)
+            self._scan(held[end - 1], end, armed)
             if self._decided(end):
                 return self._stop(held)
         safe = len(held) - max(stop.num_matched for stop in self._stops)
@@ -216,9 +217,9 @@ class _StopFilter:
         held, self._held = self._held, ""
         return held
 
-    def _scan(self, char: str, end: int) -> None:
+    def _scan(self, char: str, end: int, armed: bool) -> None:
         for stop in self._stops:
-            if stop.push(char):
+            if stop.push(char) and armed:
                 start = end - len(stop.text)
                 if self._match_start is None or start < self._match_start:
                     self._match_start, self.matched = start, stop.text
@@ -241,13 +242,19 @@ class TextStream:
         *,
         hidden: Collection[int] = (),
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """`hidden` token ids give no text. `prompt_token_ids`: the text continues theirs, so its
-        first word keeps its space and a character that the prompt left unfinished is completed."""
+        """`hidden` token ids give no text. A stop string counts when a token after the first
+        `min_tokens` completes it. `prompt_token_ids`: the text continues theirs, so its first word
+        keeps its space and a character that the prompt left unfinished is completed."""
         self._pieces = pieces
         self._hidden = hidden
         self._stop = _StopFilter(stop)
+        self._num_unarmed = min_tokens
+        """Tokens still to come that no stop string may end with."""
+        self.num_chars = 0
+        """Of the text so far, with what is held back: where the next token's text begins."""
         self._utf8 = _Utf8Decoder("replace")
         self._unfinished = b"".join(pieces[i] for i in prompt_token_ids[-MAX_CHAR_BYTES:])
         self._at_start = not prompt_token_ids
@@ -268,14 +275,17 @@ class TextStream:
         """New text that is safe to send; maybe empty."""
         if self.stopped or self._finished:
             return ""
-        return self._stop.push(self._decode(token_ids))
+        early, late = token_ids[: self._num_unarmed], token_ids[self._num_unarmed :]
+        self._num_unarmed -= len(early)
+        text = self._stop.push(self._decode(early), armed=False) if early else ""
+        return text + self._stop.push(self._decode(late)) if late else text
 
     def finish(self) -> str:
         """The held rest, once no more tokens come. A character cut short becomes U+FFFD."""
         if self.stopped or self._finished:
             return ""
         self._finished = True
-        rest = self._stop.push(self._utf8.decode(b"", final=True))
+        rest = self._stop.push(self._utf8.decode(b"", final=True), armed=not self._num_unarmed)
         return rest if self.stopped else rest + self._stop.finish()
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -284,7 +294,9 @@ class TextStream:
             data = self._strip(data)
         if self._unfinished and data:
             self._continue_char(data[0])
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        self.num_chars += len(text)
+        return text
 
     def _piece(self, token_id: int) -> bytes:
         piece = self._pieces[token_id]

@@ -98,20 +98,64 @@ class Tokenizer:
         stream = TextStream(self._pieces, hidden=self._hidden if skip_special_tokens else ())
         return stream.push(token_ids) + stream.finish()
 
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word with and without a space before it, as in vLLM; of two of which
+        one ends in the other, the shorter one bars both."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word
+            plain, spaced = (
+                tuple(self.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}")
+            )
+            found[plain] = None
+            if spaced[-len(plain) :] != plain:
+                found[spaced] = None
+        return tuple(found)
+
+    def read_prompt(self, token_ids: Sequence[int], text: str | None) -> tuple[str, list[int]]:
+        """A prompt's text and where in it each token begins.
+
+        `text`: what it was encoded from. None: special tokens are shown, and a character that the
+        prompt leaves unfinished is not, it belongs to the text that goes on from there.
+        """
+        stream = TextStream(self._pieces, hidden=() if text is None else self._added_bos(text))
+        offsets, decoded = [], ""
+        for token_id in token_ids:
+            offsets.append(stream.num_chars)
+            decoded += stream.push((token_id,))
+        shown = decoded if text is None else text
+        return shown, [min(offset, len(shown)) for offset in offsets]
+
+    def _added_bos(self, text: str) -> tuple[int, ...]:
+        """The BOS that stands before a prompt although its text does not begin with it."""
+        bos = self.bos_token_id
+        if bos is None or text.encode().startswith(self._pieces[bos]):
+            return ()
+        return (bos,)
+
     def stream(
-        self, stop: Sequence[str] = (), *, prompt_token_ids: Sequence[int] = ()
+        self,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        prompt_token_ids: Sequence[int] = (),
     ) -> TextStream:
-        """A new stream of output text, cut before the first of the `stop` strings.
+        """A new stream of output text, cut before the first of the `stop` strings that a token
+        after the first `min_tokens` completes.
 
         Give `prompt_token_ids` when the output continues that text (a completion): then the first
         word keeps its space. Raises InvalidRequestError for an empty stop string.
         """
         return TextStream(
-            self._pieces, hidden=self._hidden, stop=stop, prompt_token_ids=prompt_token_ids
+            self._pieces,
+            hidden=self._hidden,
+            stop=stop,
+            min_tokens=min_tokens,
+            prompt_token_ids=prompt_token_ids,
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The raw bytes of one token, maybe only a part of a character: the seam for logprobs."""
+        """The raw bytes of one token, maybe only a part of a character."""
         return self._pieces[token_id]
 
 

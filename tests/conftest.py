@@ -19,7 +19,7 @@ from core.kv import KVLayout
 from core.model_config import ModelConfig
 from core.request import GenerateRequest
 from core.sampling_params import SamplingParams
-from engine.batch import Batch, ScheduledSequence
+from engine.batch import Batch, Sampled, SampleSpec, ScheduledSequence, SequenceResult
 
 TOKEN_VOCAB = 50
 DATA = Path(__file__).parent / "data"
@@ -29,16 +29,18 @@ TIE_GAP = 1e-3
 """Two logits closer than this may change places when sums are taken in another order."""
 
 
-def next_token(context: list[int]) -> int:
-    """The token executor's language: any change of any earlier token changes the next one."""
-    return int.from_bytes(blake2b(bytes(context), digest_size=4).digest(), "little") % TOKEN_VOCAB
+def next_token(context: list[int], choice_index: int = 0) -> int:
+    """The token executor's language: any change of any earlier token changes the next one, and
+    every choice goes another way."""
+    text = bytes((*context, choice_index))
+    return int.from_bytes(blake2b(text, digest_size=4).digest(), "little") % TOKEN_VOCAB
 
 
-def continue_tokens(context: tuple[int, ...], count: int) -> tuple[int, ...]:
+def continue_tokens(context: tuple[int, ...], count: int, choice_index: int = 0) -> tuple[int, ...]:
     """What every correct engine must answer, computed without one."""
     tokens = list(context)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, choice_index))
     return tuple(tokens[len(context) :])
 
 
@@ -82,25 +84,36 @@ class TokenExecutor:
             num_kv_heads=1,
             head_dim=1,
             max_model_len=max_model_len,
-            rms_norm_eps=1e-6,
+            norm_eps=1e-6,
             rope_theta=1.0,
         )
         self.batch_sizes: list[int] = []
 
-    def execute(self, batch: Batch) -> tuple[int, ...]:
+    def execute(self, batch: Batch) -> tuple[SequenceResult, ...]:
         self.batch_sizes.append(batch.num_scheduled_tokens)
+        if batch.block_copies:
+            sources, targets = zip(*batch.block_copies, strict=True)
+            assert len(set(targets)) == len(targets), "two copies into one block"
+            tensor = self.kv_cache.tensor
+            tensor[:, :, list(targets)] = tensor[:, :, list(sources)].clone()
         for share in batch.sequences:  # all writes first, as in a real forward pass
             for i, token_id in enumerate(share.token_ids):
                 self._slots(share)[share.num_computed_tokens + i] = token_id
-        return tuple(self._sample(s) for s in batch.sequences if s.sample is not None)
+        return tuple(
+            SequenceResult(sampled=tuple(self._sample(share, spec) for spec in share.samples))
+            for share in batch.sequences
+        )
+
+    def clear_blocks(self, block_ids):
+        self.kv_cache.tensor[:, :, list(block_ids)] = -1.0
 
     def _slots(self, share: ScheduledSequence) -> _Slots:
         return _Slots(self.kv_cache.tensor, share.block_ids, self.layout.block_size)
 
-    def _sample(self, share: ScheduledSequence) -> int:
+    def _sample(self, share: ScheduledSequence, spec: SampleSpec) -> Sampled:
         slots = self._slots(share)
         length = share.num_computed_tokens + len(share.token_ids)
-        return next_token([slots[i] for i in range(length)])
+        return Sampled(next_token([slots[i] for i in range(length)], spec.choice_index))
 
 
 @dataclass
@@ -132,14 +145,26 @@ def expected_tokens():
 
 @pytest.fixture(scope="session")
 def make_request():
-    def make(prompt, *, request_id="r", max_tokens=8, attempt=0, output=(), **sampling):
+    def make(
+        prompt,
+        *,
+        request_id="r",
+        max_tokens=8,
+        attempt=0,
+        output=(),
+        priority=0,
+        num_choices=1,
+        **sampling,
+    ):
         return GenerateRequest(
             request_id=request_id,
+            priority=priority,
+            num_choices=num_choices,
             model="m",
             prompt_token_ids=tuple(prompt),
             output_token_ids=tuple(output),
             attempt=attempt,
-            sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, **sampling),
+            sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling}),
         )
 
     return make

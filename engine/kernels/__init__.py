@@ -3,13 +3,16 @@ functions exported here choose; models never know which one ran.
 """
 
 from engine.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
-from engine.kernels.reference import rms_norm, rope, silu_and_mul
+from engine.kernels.reference import gelu_and_mul, layer_norm, rms_norm, rope, silu_and_mul, softcap
 
 __all__ = [
     "AttentionPlan",
+    "gelu_and_mul",
+    "layer_norm",
     "paged_attention",
     "plan_attention",
     "rms_norm",
     "rope",
     "silu_and_mul",
+    "softcap",
 ]

@@ -9,14 +9,18 @@ nobody's values can reach a neighbour (zero times NaN is NaN).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from core.model_config import ModelConfig
 from engine.batch import ForwardInputs
 from engine.kernels.reference import decode_attention, gather_kv, prefill_attention, store_kv
+
+Window = int | None
+"""A query sees itself and the window - 1 positions before it; None: all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +31,8 @@ class DecodeGroup:
     """[B] int64: rows of the flat batch."""
     gather: Tensor
     """See reference.gather_kv."""
-    mask: Tensor
-    """[B, 1, 1, L]: 0 or -inf."""
+    masks: Mapping[Window, Tensor]
+    """[B, 1, 1, L] each: 0 or -inf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +44,17 @@ class PrefillChunk:
     seq_len: int
     gather: Tensor | None
     """None: nothing is in the cache before this chunk, its own keys are all there is."""
-    mask: Tensor | None
-    """[end - start, seq_len]: 0 or -inf. None is plain causal."""
+    masks: Mapping[Window, Tensor | None]
+    """[end - start, seq_len] each: 0 or -inf. None is plain causal (or, for an encoder, open)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """One step's attention, the same for every layer."""
+    """One step's attention, the same for every layer but for the layer's window."""
 
     scale: float
+    softcap: float | None
+    causal: bool
     store_rows: Tensor
     """See reference.store_kv."""
     decode: tuple[DecodeGroup, ...]
@@ -56,19 +62,34 @@ class AttentionPlan:
 
 
 def paged_attention(
-    query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_layer: Tensor,
+    plan: AttentionPlan,
+    window: Window = None,
 ) -> Tensor:
-    """query [T, H, D], key and value [T, K, D], kv_layer [2, num_blocks, K, block_size, D], which
-    is written to -> [T, H, D]."""
-    store_kv(key, value, kv_layer, plan.store_rows)
+    """query [T, H, D], key and value [T, K, D], kv_layer [2, num_blocks, K, block_size, R], which
+    is written to -> [T, H, D]. `window` is one of those the plan was made for."""
+    key, value = store_kv(key, value, kv_layer, plan.store_rows)
     out = torch.empty_like(query)
     for group in plan.decode:
-        keys, values = gather_kv(kv_layer, group.gather, len(group.rows))
-        out[group.rows] = decode_attention(query[group.rows], keys, values, group.mask, plan.scale)
+        keys, values = gather_kv(kv_layer, group.gather, len(group.rows), query.dtype)
+        out[group.rows] = decode_attention(
+            query[group.rows], keys, values, group.masks[window], plan.scale, plan.softcap
+        )
     for chunk in plan.prefill:
         rows = slice(chunk.start, chunk.end)
         keys, values = _chunk_kv(key[rows], value[rows], kv_layer, chunk)
-        out[rows] = prefill_attention(query[rows], keys, values, chunk.mask, plan.scale)
+        out[rows] = prefill_attention(
+            query[rows],
+            keys,
+            values,
+            chunk.masks[window],
+            plan.scale,
+            plan.softcap,
+            causal=plan.causal,
+        )
     return out
 
 
@@ -78,26 +99,21 @@ def _chunk_kv(
     """[K, seq_len, D] each."""
     if chunk.gather is None:
         return key.transpose(0, 1), value.transpose(0, 1)
-    keys, values = gather_kv(kv_layer, chunk.gather, 1)
+    keys, values = gather_kv(kv_layer, chunk.gather, 1, key.dtype)
     return keys[0, :, : chunk.seq_len], values[0, :, : chunk.seq_len]
 
 
 def plan_attention(
-    inputs: ForwardInputs,
-    kv_shape: Sequence[int],
-    *,
-    scale: float,
-    sliding_window: int | None,
-    dtype: torch.dtype,
+    inputs: ForwardInputs, kv_shape: Sequence[int], config: ModelConfig, *, dtype: torch.dtype
 ) -> AttentionPlan:
-    """`kv_shape` is that of the whole cache: [num_layers, 2, num_blocks, K, block_size, D].
-
-    With a sliding window a query sees itself and the `sliding_window - 1` positions before it.
-    """
+    """`kv_shape` is that of the whole cache: [num_layers, 2, num_blocks, K, block_size, R]."""
     _, _, num_blocks, num_kv_heads, block_size, _ = kv_shape
-    planner = _Planner(inputs, num_blocks, num_kv_heads, block_size, sliding_window, dtype)
+    planner = _Planner(inputs, num_blocks, num_kv_heads, block_size, config, dtype)
+    scale = config.attention_scale
     return AttentionPlan(
-        scale=scale,
+        scale=config.head_dim**-0.5 if scale is None else scale,
+        softcap=config.attn_logit_softcap,
+        causal=config.is_causal,
         store_rows=planner.store_rows(),
         decode=tuple(planner.decode_group(indices) for indices in _similar_lengths(inputs)),
         prefill=tuple(
@@ -126,8 +142,12 @@ class _Planner:
     num_blocks: int
     num_kv_heads: int
     block_size: int
-    sliding_window: int | None
+    config: ModelConfig
     dtype: torch.dtype
+
+    @property
+    def _windows(self) -> set[Window]:
+        return set(self.config.sliding_windows) or {None}
 
     @property
     def _device(self) -> torch.device:
@@ -157,30 +177,42 @@ class _Planner:
         return DecodeGroup(
             rows=torch.tensor([inputs.query_starts[i] for i in indices], device=self._device),
             gather=self._slices(tables).reshape(-1),
-            mask=self._mask(queries, self._range(num_blocks * self.block_size)),
+            masks={
+                window: self._mask(queries, self._range(num_blocks * self.block_size), window)
+                for window in self._windows
+            },
         )
 
     def prefill_chunk(self, index: int, start: int) -> PrefillChunk:
         query_len, seq_len = self.inputs.query_lens[index], self.inputs.seq_lens[index]
         whole = query_len == seq_len
-        windowed = self.sliding_window is not None and self.sliding_window < seq_len
+        assert whole or self.config.is_causal, "an encoder's sequence comes in one chunk"
         positions = self._range(seq_len)
+        queries = positions[-query_len:].unsqueeze(1)
         table = self.inputs.block_tables[index : index + 1, : self.inputs.num_blocks[index]]
         return PrefillChunk(
             start=start,
             end=start + query_len,
             seq_len=seq_len,
             gather=None if whole else self._slices(table).reshape(-1),
-            mask=None
-            if whole and not windowed
-            else self._mask(positions[-query_len:].unsqueeze(1), positions),
+            masks={
+                window: self._mask(queries, positions, window)
+                if self._needs_mask(whole, seq_len, window)
+                else None
+                for window in self._windows
+            },
         )
 
-    def _mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def _needs_mask(self, whole: bool, seq_len: int, window: Window) -> bool:
+        windowed = window is not None and window < seq_len
+        capped = self.config.attn_logit_softcap is not None
+        return self.config.is_causal and (not whole or windowed or capped)
+
+    def _mask(self, queries: Tensor, keys: Tensor, window: Window) -> Tensor:
         """0 where the query at a position may see the key at a position, else -inf."""
         hidden = keys > queries
-        if self.sliding_window is not None:
-            hidden = hidden | (keys <= queries - self.sliding_window)
+        if window is not None:
+            hidden = hidden | (keys <= queries - window)
         return torch.zeros(hidden.shape, dtype=self.dtype, device=self._device).masked_fill_(
             hidden, float("-inf")
         )

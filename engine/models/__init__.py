@@ -1,1 +1,1 @@
-"""Decoder-only transformers over paged KV. They know no rank, no request and no file."""
+"""Transformers over paged KV, one file per family. They know no rank, no request and no file."""

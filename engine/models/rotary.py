@@ -20,7 +20,7 @@ from parallel.weights import StoredTensor, WeightSlot
 
 
 class Rotation(NamedTuple):
-    """cos and sin of one step, [num_tokens, 1, head_dim] each; sin's first half is negated (see
+    """cos and sin of one step, [num_tokens, 1, rotary_dim] each; sin's first half is negated (see
     kernels.reference.rope)."""
 
     cos: Tensor
@@ -28,10 +28,17 @@ class Rotation(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """[num_tokens] positions -> Rotation in the model's dtype; angles are float32."""
+    """[num_tokens] positions -> Rotation in the model's dtype; angles are float32.
+
+    Raises ModelLoadError at construction for what we would rotate wrongly.
+    """
 
     def __init__(self, config: ModelConfig, *, placement: Placement) -> None:
         super().__init__()
+        if rotary_dim(config) == config.head_dim != partial_rotary_dim(config):
+            raise ModelLoadError(
+                f"setting partial_rotary_factor: {config.architecture} models rotate whole heads"
+            )
         self._dtype = placement.dtype
         self._inv_freq = inverse_frequencies(config).to(placement.device)
         self._attention_factor = attention_factor(config.rope_scaling)
@@ -53,10 +60,25 @@ class RotaryEmbedding(nn.Module):
         self._inv_freq = self._inv_freq / factors.to(self._inv_freq)
 
 
+def rotary_dim(config: ModelConfig) -> int:
+    return config.rotary_dim or config.head_dim
+
+
+def partial_rotary_dim(config: ModelConfig) -> int:
+    """rotary_dim as config.json says it, for families that rotate only a part of each head."""
+    if config.is_gguf:
+        return rotary_dim(config)
+    settings = config.settings
+    rope = settings.nested("rope_parameters")
+    factor = settings.real("partial_rotary_factor", rope.real("partial_rotary_factor", 1.0))
+    return int(config.head_dim * factor)
+
+
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """[head_dim / 2] float32, radians per position. Raises ModelLoadError for a scaling we do not
+    """[rotary_dim / 2] float32, radians per position. Raises ModelLoadError for a scaling we do not
     know: guessing would give wrong tokens."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    size = rotary_dim(config)
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     plain = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is None:
@@ -85,26 +107,37 @@ def _yarn(plain: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
 
     def dimension(rotations: float) -> float:
         length = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return config.head_dim * math.log(length) / (2 * math.log(config.rope_theta))
+        return rotary_dim(config) * math.log(length) / (2 * math.log(config.rope_theta))
 
     low = max(math.floor(dimension(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension(scaling.beta_slow)), config.head_dim - 1)
+    high = min(math.ceil(dimension(scaling.beta_slow)), rotary_dim(config) - 1)
     index = torch.arange(len(plain), dtype=torch.float32)
     stretch = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
     return stretch * plain / scaling.factor + (1 - stretch) * plain
+
+
+def _longrope(plain: Tensor, scaling: RopeScaling, config: ModelConfig) -> Tensor:
+    """LongRoPE (arXiv:2402.13753): a divisor of its own for each frequency."""
+    if config.is_gguf:
+        return plain  # until the file's tensor of divisors comes
+    if len(scaling.divisors) != len(plain):
+        raise ModelLoadError(f"{len(scaling.divisors)} rope factors for {len(plain)} frequencies")
+    return plain / torch.tensor(scaling.divisors)
 
 
 _SCALINGS: Mapping[str, Callable[[Tensor, RopeScaling, ModelConfig], Tensor]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """What cos and sin are multiplied by: 1 but for yarn."""
-    if scaling is None or scaling.kind != "yarn":
+    """What cos and sin are multiplied by."""
+    if scaling is None:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    stretched = scaling.kind == "yarn" and scaling.factor > 1
+    return 0.1 * math.log(scaling.factor) + 1.0 if stretched else 1.0

@@ -5,6 +5,6 @@ into one batch. They share a BlockPool and nothing else.
 """
 
 from engine.scheduler.decode import DecodeScheduler
-from engine.scheduler.prefill import PrefillScheduler
+from engine.scheduler.prefill import PrefillScheduler, Reserved
 
-__all__ = ["DecodeScheduler", "PrefillScheduler"]
+__all__ = ["DecodeScheduler", "PrefillScheduler", "Reserved"]

@@ -1,15 +1,17 @@
 """Writes answers: every running sequence computes its newest token in every step.
 
-Sequences grow by one block at a time. When the pool has none left, the youngest give theirs back
-(recompute later, through the prefix cache), so the oldest always goes on.
+Sequences grow by one block at a time, and a block that several share is copied before one of them
+writes to it. When the pool has none left, the last in order (lowest priority, youngest) give theirs
+back (recompute later, through the prefix cache), so the first in order always goes on.
 """
 
 from __future__ import annotations
 
+from bisect import insort_right
+from operator import attrgetter
 from typing import NamedTuple
 
-from core.config import SchedulerConfig
-from engine.batch import ScheduledSequence
+from engine.batch import BlockCopy, ScheduledSequence, SequenceResult
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 
@@ -18,29 +20,33 @@ class DecodeStep(NamedTuple):
     shares: list[ScheduledSequence]
     preempted: list[Sequence]
     """Out of the scheduler, blocks free; the caller decides where they go on."""
+    block_copies: list[BlockCopy]
 
 
 class DecodeScheduler:
     """Sequences enter with the KV of all but their newest token computed."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, max_model_len: int) -> None:
-        self._config = config
+    def __init__(self, pool: BlockPool, max_model_len: int) -> None:
         self._pool = pool
         self._max_model_len = max_model_len
         self.running: list[Sequence] = []
-        """Oldest first."""
+        """In order of `Sequence.order`."""
+        self.num_used_at_preemption: int | None = None
+        """Blocks in use when one first had to be taken away: the lowest such count."""
 
     def add(self, sequence: Sequence) -> None:
         assert sequence.num_uncomputed_tokens == 1, f"{sequence.key} is not ready to decode"
-        self.running.append(sequence)
+        insort_right(self.running, sequence, key=attrgetter("order"))
 
     def schedule(self) -> DecodeStep:
         preempted: list[Sequence] = []
+        copies: list[BlockCopy] = []
         ready: list[Sequence] = []
         queue = self.running
         while queue:
             sequence, queue = queue[0], queue[1:]
-            while not self._grow(sequence):
+            while not self._make_room(sequence, copies):
+                self._note_shortage()
                 victim = queue.pop() if queue else sequence
                 victim.release(self._pool)
                 preempted.append(victim)
@@ -49,45 +55,63 @@ class DecodeScheduler:
             else:
                 ready.append(sequence)
         self.running = ready
-        preempted.reverse()  # oldest first, as they will be queued again
-        return DecodeStep([sequence.scheduled(1) for sequence in ready], preempted)
+        preempted.reverse()  # in order, as they will be queued again
+        return DecodeStep([sequence.scheduled(1) for sequence in ready], preempted, copies)
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Make room for the KV of the newest token."""
-        if len(sequence.block_ids) * self._pool.block_size > sequence.num_computed_tokens:
+    def _make_room(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
+        """A block of its own for the KV of the newest token. False changes nothing."""
+        index = sequence.num_computed_tokens // self._pool.block_size
+        grows = index == len(sequence.block_ids)
+        if not grows and self._pool.is_exclusive(sequence.block_ids[index]):
             return True
         new = self._pool.allocate(1)
         if new is None:
             return False
-        sequence.block_ids += new
+        if grows:
+            sequence.block_ids += new
+        else:  # copy on write; the other owners keep the source until after this step
+            source = sequence.block_ids[index]
+            copies.append(BlockCopy(source, new[0]))
+            self._pool.free([source])
+            sequence.block_ids[index] = new[0]
         return True
 
+    def _note_shortage(self) -> None:
+        used = self._pool.num_blocks - self._pool.num_available
+        self.num_used_at_preemption = min(used, self.num_used_at_preemption or used)
+
+    def preempt_below(self, priority: int) -> Sequence | None:
+        """Stop the last in order if it matters less than `priority`; its blocks are free."""
+        if not self.running or self.running[-1].request.priority <= priority:
+            return None
+        victim = self.running.pop()
+        victim.release(self._pool)
+        return victim
+
     def update(
-        self, shares: list[ScheduledSequence], token_ids: tuple[int | None, ...]
+        self, shares: list[ScheduledSequence], results: tuple[SequenceResult, ...]
     ) -> list[Sequence]:
-        """Take the step's tokens, in order. Returns the sequences that got one (or an error); those
-        that ended are no longer here and their blocks are free."""
-        by_key = {sequence.key: sequence for sequence in self.running}
+        """Take the step's tokens, in order. Returns the sequences that got one (or an error). Those
+        that ended are no longer here and their blocks are free; beams, which get candidates and no
+        token, are not here either and keep their blocks."""
+        by_key = {sequence.sequence_key: sequence for sequence in self.running}
         stepped: list[Sequence] = []
-        for share, token_id in zip(shares, token_ids, strict=True):
-            sequence = by_key.get(share.key)
+        for share, result in zip(shares, results, strict=True):
+            sequence = by_key.get(share.sequence_key)
             if sequence is None:  # aborted while the step ran
                 continue
-            sequence.num_computed_tokens += 1
-            sequence.num_steps += 1
-            sequence.cache_full_blocks(self._pool)
-            sequence.take(token_id, self._max_model_len)
+            sequence.computed(1, result, self._pool)
+            sequence.take(result.sampled[0], self._max_model_len)
             stepped.append(sequence)
             if sequence.ended:
                 sequence.release(self._pool)
-        self.running = [s for s in self.running if not s.ended]
+        self.running = [s for s in self.running if s.num_uncomputed_tokens and not s.ended]
         return stepped
 
-    def abort(self, request_id: str, attempt: int) -> Sequence | None:
-        """Remove the sequence and free its blocks. None when it is not here."""
-        for sequence in self.running:
-            if sequence.key == (request_id, attempt):
-                self.running.remove(sequence)
-                sequence.release(self._pool)
-                return sequence
-        return None
+    def abort(self, request_id: str, attempt: int) -> list[Sequence]:
+        """Remove the request's sequences and free their blocks."""
+        gone = [s for s in self.running if s.key == (request_id, attempt)]
+        self.running = [s for s in self.running if s.key != (request_id, attempt)]
+        for sequence in gone:
+            sequence.release(self._pool)
+        return gone

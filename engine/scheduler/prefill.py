@@ -1,18 +1,36 @@
-"""Reads prompts: first come, first served, in chunks under a token budget.
+"""Reads prompts in chunks under a token budget: fair to short prompts, sure for long ones.
 
-A sequence gets blocks for its whole prompt when it is admitted, so two half-read prompts can never
-wait for each other; one that does not fit waits at the head and blocks what came later.
+The first in order (priority, then arrival) gets what it needs, except that prompts shorter than
+what it still needs may take up to half of the budget: a short prompt waits a step or two behind a
+long one, and the long one at most twice its own time. A sequence gets blocks for its whole prompt
+when it is admitted, so two half-read prompts can never wait for each other; while the first in
+order does not fit, nobody else is admitted.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort_left, insort_right
 from collections.abc import Iterable
+from heapq import nsmallest
+from operator import attrgetter
+from typing import NamedTuple
 
 from core.config import SchedulerConfig
-from engine.batch import ScheduledSequence
+from engine.batch import ScheduledSequence, SequenceResult
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
+
+
+class Reserved(NamedTuple):
+    """What the decode side of a colocated engine has spoken for: of the step's tokens, of the
+    pool's blocks, of the running sequences."""
+
+    num_tokens: int = 0
+    num_blocks: int = 0
+    num_seqs: int = 0
+
+
+NOTHING_RESERVED = Reserved()
 
 
 class PrefillScheduler:
@@ -22,7 +40,8 @@ class PrefillScheduler:
         self._config = config
         self._pool = pool
         self._max_model_len = max_model_len
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
+        """In order of `Sequence.order`, as is `running`."""
         self.running: list[Sequence] = []
 
     @property
@@ -36,88 +55,138 @@ class PrefillScheduler:
         return not self.waiting and not self.running
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
-        """`first` puts a preempted sequence before what arrived later."""
-        self.waiting.appendleft(sequence) if first else self.waiting.append(sequence)
+        """`first` puts a preempted sequence before others of its priority and arrival."""
+        insort = insort_left if first else insort_right
+        insort(self.waiting, sequence, key=attrgetter("order"))
 
     def schedule(
-        self, now: float, *, num_reserved_tokens: int = 0, num_reserved_blocks: int = 0
+        self, now: float, reserved: Reserved = NOTHING_RESERVED
     ) -> list[ScheduledSequence]:
-        """Shares of one step: chunks of running prompts first, then new ones while they fit.
+        """Shares of one step."""
+        budget = self._config.max_num_batched_tokens - reserved.num_tokens
+        if budget <= 0 or self.idle:
+            return []
+        first, *others = self._in_turn()
+        if not self._is_running(first, now, reserved):  # then nobody may overtake it
+            if not self.running:
+                return []
+            first, *others = self.running
+        return self._share_out(first, others, budget, now, reserved)
 
-        `num_reserved_tokens` of the budget and `num_reserved_blocks` of the pool are spoken for by
-        the decode side of a colocated engine.
-        """
-        budget = self._config.max_num_batched_tokens - num_reserved_tokens
+    def _in_turn(self) -> list[Sequence]:
+        """The first in order, then as many others as could get a token, the shortest first."""
+        heads = [queue[0] for queue in (self.running, self.waiting) if queue]
+        first = min(heads, key=attrgetter("order"))
+        others = (s for s in (*self.running, *self.waiting) if s is not first)
+        return [first, *nsmallest(self._config.max_num_seqs, others, key=_shortest_first)]
+
+    def _share_out(
+        self, first: Sequence, others: list[Sequence], budget: int, now: float, reserved: Reserved
+    ) -> list[ScheduledSequence]:
+        wanted = first.num_uncomputed_tokens
+        shorter = sum(
+            sequence.num_uncomputed_tokens
+            for sequence in others
+            if sequence.num_uncomputed_tokens < wanted and _are_peers(sequence, first)
+        )
+        num_first = wanted if first.needs_whole else min(wanted, budget - min(shorter, budget // 2))
+        budget -= num_first
         shares: list[ScheduledSequence] = []
-        for sequence in self.running:
+        for sequence in others:
             if budget <= 0:
                 break
-            budget -= self._take(sequence, budget, shares)
-        while budget > 0 and self.waiting and len(self.running) < self._config.max_num_seqs:
-            if not self._admit(self.waiting[0], num_reserved_blocks):
-                break
-            sequence = self.waiting.popleft()
-            if sequence.first_scheduled is None:
-                sequence.first_scheduled = now
-            self.running.append(sequence)
-            budget -= self._take(sequence, budget, shares)
-        return shares
+            if sequence.needs_whole and sequence.num_uncomputed_tokens > budget:
+                continue
+            if self._is_running(sequence, now, reserved):
+                num_tokens = min(budget, sequence.num_uncomputed_tokens)
+                shares.append(sequence.scheduled(num_tokens))
+                budget -= num_tokens
+        num_first += min(max(budget, 0), wanted - num_first)  # what nobody else could use
+        return [first.scheduled(num_first), *shares]
 
-    def _take(self, sequence: Sequence, budget: int, shares: list[ScheduledSequence]) -> int:
-        num_tokens = min(budget, sequence.num_uncomputed_tokens)
-        shares.append(sequence.scheduled(num_tokens))
-        return num_tokens
-
-    def _admit(self, sequence: Sequence, num_reserved_blocks: int) -> bool:
-        """Blocks for all known tokens: cached ones shared, others new. False changes nothing."""
-        pool = self._pool
-        num_tokens = len(sequence.token_ids)
-        # The last token is always computed, since its logits are what is wanted.
-        hashes = sequence.hashes((num_tokens - 1) // pool.block_size, pool.block_size)
-        cached = pool.match_prefix(hashes)
-        num_new = pool.num_blocks_for(num_tokens) - len(cached)
-        if num_new + pool.num_idle(cached) + num_reserved_blocks > pool.num_available:
+    def _is_running(self, sequence: Sequence, now: float, reserved: Reserved) -> bool:
+        """Admit it now if it was not and fits."""
+        if sequence.block_ids:
+            return True
+        if not self.fits(sequence, reserved):
             return False
+        self._take_blocks(sequence)
+        if sequence.first_scheduled is None:
+            sequence.first_scheduled = now
+        self.waiting.remove(sequence)
+        insort_right(self.running, sequence, key=attrgetter("order"))
+        return True
+
+    def fits(self, sequence: Sequence, reserved: Reserved = NOTHING_RESERVED) -> bool:
+        """Whether a waiting sequence could be admitted now."""
+        num_seqs = reserved.num_seqs + sum(running.num_choices for running in self.running)
+        if num_seqs and num_seqs + sequence.num_choices > self._config.max_num_seqs:
+            return False
+        cached = self._cached_blocks(sequence)
+        num_new = self._pool.num_blocks_for(len(sequence.token_ids)) - len(cached)
+        num_taken = num_new + self._pool.num_idle(cached)
+        return num_taken + reserved.num_blocks <= self._pool.num_available
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        """The last token is always computed, since its logits are what is wanted."""
+        pool, num_tokens = self._pool, len(sequence.token_ids)
+        num_full = (num_tokens - 1) // pool.block_size if sequence.may_read_cache else 0
+        return pool.match_prefix(sequence.hashes(num_full, pool.block_size))
+
+    def _take_blocks(self, sequence: Sequence) -> None:
+        """Blocks for all known tokens: cached ones shared, others new."""
+        pool, cached = self._pool, self._cached_blocks(sequence)
         pool.share(cached)
-        new = pool.allocate(num_new)
+        new = pool.allocate(pool.num_blocks_for(len(sequence.token_ids)) - len(cached))
         assert new is not None, "the pool said there was room"
         sequence.block_ids = cached + new
         sequence.num_computed_tokens = len(cached) * pool.block_size
         sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.num_hashed_blocks = len(cached)
-        return True
 
     def update(
-        self, shares: list[ScheduledSequence], token_ids: tuple[int | None, ...]
+        self, shares: list[ScheduledSequence], results: tuple[SequenceResult, ...]
     ) -> list[Sequence]:
         """Take the step's results, in order. Returns the sequences whose prompt is now read, with
-        their next token (or error); they are no longer here and keep their blocks."""
-        sampled = iter(token_ids)
-        by_key = {sequence.key: sequence for sequence in self.running}
+        their next token (or error) and one per choice; they are no longer here and keep their
+        blocks."""
+        by_key = {sequence.sequence_key: sequence for sequence in self.running}
         done: list[Sequence] = []
-        for share in shares:
-            sequence = by_key.get(share.key)
-            wanted = share.sample is not None
-            token_id = next(sampled) if wanted else None
+        for share, result in zip(shares, results, strict=True):
+            sequence = by_key.get(share.sequence_key)
             if sequence is None:  # aborted while the step ran
                 continue
-            sequence.num_computed_tokens += len(share.token_ids)
-            sequence.num_steps += 1
-            sequence.cache_full_blocks(self._pool)
-            if wanted:
-                sequence.take(token_id, self._max_model_len)
-                done.append(sequence)
-        if done:
-            finished = set(map(id, done))
-            self.running = [sequence for sequence in self.running if id(sequence) not in finished]
+            sequence.computed(len(share.token_ids), result, self._pool)
+            if not sequence.num_uncomputed_tokens:
+                self.running.remove(sequence)
+                done += self._choices(sequence, result)
         return done
 
-    def abort(self, request_id: str, attempt: int) -> Sequence | None:
-        """Remove the sequence and free its blocks. None when it is not here."""
-        for queue in (self.waiting, self.running):
-            for sequence in queue:
-                if sequence.key == (request_id, attempt):
-                    queue.remove(sequence)
-                    sequence.release(self._pool)
-                    return sequence
-        return None
+    def _choices(self, sequence: Sequence, result: SequenceResult) -> list[Sequence]:
+        """The sequence and its forks, each with the token drawn for it."""
+        choices = [sequence]
+        for index in range(1, sequence.num_choices):
+            choices.append(sequence.fork(sequence.choice_index + index, self._pool))
+        sequence.num_choices = 1
+        if sequence.pooling is None:
+            for choice, sampled in zip(choices, result.sampled, strict=True):
+                choice.take(sampled, self._max_model_len)
+        return choices
+
+    def abort(self, request_id: str, attempt: int) -> list[Sequence]:
+        """Remove the request's sequences and free their blocks."""
+        key = (request_id, attempt)
+        gone = [s for s in (*self.waiting, *self.running) if s.key == key]
+        self.waiting = [s for s in self.waiting if s.key != key]
+        self.running = [s for s in self.running if s.key != key]
+        for sequence in gone:
+            sequence.release(self._pool)
+        return gone
+
+
+def _shortest_first(sequence: Sequence) -> tuple[int, int, float]:
+    return sequence.request.priority, sequence.num_uncomputed_tokens, sequence.arrived
+
+
+def _are_peers(sequence: Sequence, other: Sequence) -> bool:
+    return sequence.request.priority == other.request.priority

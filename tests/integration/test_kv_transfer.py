@@ -46,13 +46,12 @@ def make_layout(dtype="float32"):
 
 def make_pool(layout, seed):
     """Random bits, the same in every process; zeros for seed None."""
-    shape = (3, 2, NUM_BLOCKS, 3, 5, 7)
     dtype = getattr(torch, layout.dtype)
+    shape = (3, 2, NUM_BLOCKS, 3, 5, layout.row_bytes)
     if seed is None:
-        return torch.zeros(shape, dtype=dtype)
-    ints = torch.int32 if dtype.itemsize == 4 else torch.int16
+        return torch.zeros(shape, dtype=torch.uint8).view(dtype)
     generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-(2**15), 2**15 - 1, shape, generator=generator, dtype=ints)
+    bits = torch.randint(0, 2**8, shape, generator=generator, dtype=torch.uint8)
     return bits.view(dtype)
 
 
@@ -307,10 +306,11 @@ def children():
     owners = {
         "float32": Child("owner", timeout_s=2.0, lease_s=1.0),
         "bfloat16": Child("owner", dtype="bfloat16"),
+        "int8": Child("owner", dtype="int8"),
         "victims": list(victims),
         "reader": Child("reader", num_message_blocks=1),
     }
-    all_children = [owners["float32"], owners["bfloat16"], owners["reader"], *victims]
+    all_children = [owners[name] for name in ("float32", "bfloat16", "int8", "reader")] + victims
     yield owners
     for child in all_children:
         child.kill()
@@ -354,7 +354,7 @@ def eventually(holds, within_s=5.0):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("num_message_blocks", [1, 5, 100])
 def test_every_byte_arrives(children, make_reader, dtype, num_message_blocks):
     owner, reader = children[dtype], make_reader(dtype=dtype, num_message_blocks=num_message_blocks)

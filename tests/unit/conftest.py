@@ -8,7 +8,27 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    RobertaModel,
+    SmolLM3Config,
+    XLMRobertaConfig,
+    XLMRobertaModel,
+)
 
 from core.config import CacheConfig, EngineConfig
 from core.sampling_params import SamplingParams
@@ -57,10 +77,96 @@ FAMILIES = {
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2-window": (
         Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
     "qwen3": (Qwen3Config, {"head_dim": 20}),
     "qwen3-bias": (Qwen3Config, {"head_dim": 20, "attention_bias": True}),
+    "smollm3": (SmolLM3Config, {"num_hidden_layers": 5}),
+    "smollm3-window": (
+        SmolLM3Config,
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 1.5,
+        },
+    ),
+    "gemma2-plain": (
+        Gemma2Config,
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 5,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 9,
+            "final_logit_softcapping": 1.5,
+        },
+    ),
+    "gemma3-scaled": (
+        Gemma3TextConfig,
+        {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "phi3": (Phi3Config, {}),
+    "phi3-window": (Phi3Config, {"sliding_window": 9, "num_key_value_heads": 6}),
+    "phi4-mini": (
+        Phi3Config,
+        {
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 256,
+            **scaled(
+                "longrope",
+                factor=8.0,
+                partial_rotary_factor=0.75,
+                short_factor=[1.0, 1.1, 1.3],
+                long_factor=[1.2, 4.0, 9.0],
+            ),
+        },
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 5, "sliding_window": 9}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 20,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3-moe-mixed": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 20,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
 }
 
 
@@ -78,7 +184,9 @@ def make_hf_model():
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.normal_(std=0.3 if parameter.dim() > 1 else 0.1)
-                    if "norm" in name:
+                    if "gemma" in family:  # adds 1 to norms itself, and multiplies embeddings by 7
+                        parameter.mul_(0.4 if "embed" in name else 1.0)
+                    elif parameter.dim() == 1 and name.endswith("weight"):  # a norm's
                         parameter.add_(1.0)
         return model.eval()
 
@@ -92,6 +200,49 @@ def family(request, make_hf_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
     return model, str(folder)
+
+
+ENCODER_SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 80,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+BERT = {"attn_implementation": "eager"}
+ROBERTA = {"pad_token_id": 1, "type_vocab_size": 1, "attn_implementation": "eager"}
+ENCODERS = {
+    "bert": (BertModel, BertConfig, BERT),
+    "roberta": (RobertaModel, RobertaConfig, ROBERTA),
+    "xlm-roberta": (XLMRobertaModel, XLMRobertaConfig, ROBERTA),
+    "bert-scores": (BertForSequenceClassification, BertConfig, {**BERT, "num_labels": 1}),
+    "roberta-scores": (
+        RobertaForSequenceClassification,
+        RobertaConfig,
+        {**ROBERTA, "num_labels": 3},
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def make_encoder():
+    """As make_hf_model, for models without a causal head."""
+
+    def make(name):
+        model_class, config_class, flags = ENCODERS[name]
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = model_class(config_class(**{**ENCODER_SHAPE, **flags}))
+            with torch.no_grad():
+                for parameter_name, parameter in model.named_parameters():
+                    parameter.normal_(std=0.3 if parameter.dim() > 1 else 0.1)
+                    if "LayerNorm.weight" in parameter_name:
+                        parameter.add_(1.0)
+        return model.eval()
+
+    return make
 
 
 @dataclass
@@ -114,7 +265,7 @@ class Row:
             token_ids=tuple(self.tokens[self.computed : end]),
             num_computed_tokens=self.computed,
             block_ids=tuple(self.block_ids),
-            sample=spec if last else None,
+            samples=(spec,) if last else (),
         )
 
 
@@ -154,7 +305,7 @@ class Driver:
         sampled = iter(logits)
         for row, share in zip(chosen, shares, strict=True):
             row.computed += len(share.token_ids)
-            if share.sample is not None:
+            if share.samples:
                 row.logits.append(next(sampled))
                 row.tokens.append(int(row.logits[-1].argmax()))
 

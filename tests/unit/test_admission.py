@@ -25,9 +25,9 @@ LAYOUT = KVLayout(
 
 @pytest.fixture
 def arrive(make_request):
-    def make(prompt, request_id="r"):
+    def make(prompt, request_id="r", priority=0):
         """A prompt that was prefilled elsewhere, with 9 as its first output token."""
-        request = make_request(prompt, request_id=request_id, output=(9,))
+        request = make_request(prompt, request_id=request_id, output=(9,), priority=priority)
         num_tokens = len(prompt)
         handle = KVHandle(
             handle_id="h" + request_id,
@@ -50,6 +50,14 @@ def arrive(make_request):
 def admission(num_blocks=8, max_num_seqs=4, max_model_len=32):
     pool = BlockPool(num_blocks, 4)
     return Admission(pool, max_num_seqs, max_model_len), pool
+
+
+def test_priority_goes_before_arrival(arrive):
+    line, _ = admission()
+    for name, priority in (("a", 0), ("b", 0), ("urgent", -1)):
+        line.add(arrive([1, 2], request_id=name, priority=priority))
+    admitted = [line.admit(num_running=i).sequence.request.request_id for i in range(3)]
+    assert admitted == ["urgent", "a", "b"]
 
 
 def test_admitted_with_blocks_for_the_handle(arrive):

@@ -20,6 +20,7 @@ from deploy.config_file import (
     worker_config,
 )
 from deploy.model_source import ResolvedModel
+from deploy.up import describe
 
 MODEL = ResolvedModel(path="/models/m.gguf", served_name="m")
 
@@ -79,6 +80,7 @@ def test_empty_file_is_no_error(write):
         ({"port": "65536"}, {}, "", "--port: 65536 is not a port"),
         ({"max_num_seqs": "0"}, {}, "", "--max-num-seqs: must be at least 1"),
         ({"dtype": "int3"}, {}, "", "--dtype: 'int3' is not one of float32, bfloat16"),
+        ({"quantization": "int2"}, {}, "", "--quantization: 'int2' is not one of int8, int4"),
         ({"request_timeout": "nan"}, {}, "", "--request-timeout: must be a positive number"),
         ({"request_timeout": "soon"}, {}, "", "--request-timeout: 'soon' is not a number"),
         ({"host": ""}, {}, "", "--host: is empty"),
@@ -126,6 +128,18 @@ def test_sizes(text, expected):
 def test_no_sizes(text):
     with pytest.raises(ValueError, match="is not a size"):
         parse_bytes(text)
+
+
+def test_quantization_reaches_the_engine_and_the_line_that_up_prints(write):
+    plain, int4 = (
+        cluster_config(load(config=write(text)), MODEL)
+        for text in ("quantization: null", "quantization: int4\ndtype: bfloat16")
+    )
+    assert (plain.engine.quantization, int4.engine.quantization) == (None, "int4")
+    assert "decode workers, float32, threads" in describe(plain)
+    assert "decode workers, bfloat16 with int4 weights, threads" in describe(int4)
+    worker = worker_config(load({"quantization": "int8"}), MODEL, role=WorkerRole.DECODE)
+    assert worker.engine.quantization == "int8"
 
 
 def test_settings_become_the_cluster_config():

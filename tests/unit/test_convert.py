@@ -10,8 +10,8 @@ from core import errors
 from core.kv import BlockRef, ChannelOffer, KVHandle, KVLayout, PullRequest
 from core.lifetime import DecodeTimes, PrefillTimes
 from core.prefix import BlockHash
-from core.request import FinishReason, GenerateRequest, SequenceOutput
-from core.sampling_params import MAX_SEED, SamplingParams
+from core.request import FinishReason, GenerateRequest, SequenceOutput, TokenLogprobs
+from core.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from core.worker import WorkerId, WorkerInfo, WorkerReport, WorkerRole
 from protocol import convert
 from protocol import worker_pb2 as pb
@@ -20,11 +20,16 @@ NAMES = st.text(max_size=12)
 COUNTS = st.integers(0, 2**31 - 1)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 SECONDS = st.floats(0, 1e6)
+WORDS = st.lists(st.integers(0, 99), min_size=1, max_size=4).map(tuple)
+LOGPROB = st.floats(max_value=0, allow_nan=False, width=32)
 HASHES = st.lists(st.binary(min_size=16, max_size=16).map(BlockHash), max_size=4).map(tuple)
 REFS = st.lists(
     st.builds(BlockRef, block_id=st.integers(0, 2**32 - 1), generation=st.integers(0, 2**63)),
     max_size=4,
 ).map(tuple)
+
+MAYBE_TOP = st.none() | st.integers(0, MAX_LOGPROBS)
+"""Absent and 0 are different things."""
 
 SAMPLING = st.builds(
     SamplingParams,
@@ -32,10 +37,20 @@ SAMPLING = st.builds(
     top_k=COUNTS,
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
+    typical_p=st.floats(0, 1, exclude_min=True),
+    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.lists(st.tuples(COUNTS, st.floats(-100, 100)), max_size=4).map(tuple),
+    bad_words=st.lists(WORDS, max_size=4).map(tuple),
+    allowed_token_ids=st.lists(st.integers(100, 2**31 - 1), max_size=6).map(tuple),
     seed=st.integers(-MAX_SEED, MAX_SEED),
-    max_tokens=st.integers(1, 2**31 - 1),
+    max_tokens=st.integers(1000, 2**31 - 1),
+    min_tokens=st.integers(0, 1000),
     stop_token_ids=TOKENS,
     ignore_eos=st.booleans(),
+    logprobs=MAYBE_TOP,
+    prompt_logprobs=MAYBE_TOP,
 )
 REQUESTS = st.builds(
     GenerateRequest,
@@ -48,6 +63,7 @@ REQUESTS = st.builds(
     attempt=COUNTS,
     choice_index=COUNTS,
     cache_salt=NAMES,
+    priority=st.integers(-(2**31), 2**31 - 1),
 )
 LAYOUTS = st.builds(
     KVLayout,
@@ -125,11 +141,19 @@ REPORTS = st.builds(
     evicted=HASHES,
     rss_bytes=st.integers(0, 2**62),
 )
+LOGPROBS = st.builds(
+    TokenLogprobs,
+    token_id=COUNTS,
+    logprob=LOGPROB,
+    top=st.lists(st.tuples(COUNTS, LOGPROB), max_size=3).map(tuple),
+)
 OUTPUTS = st.builds(
     SequenceOutput,
     request_id=NAMES,
     attempt=COUNTS,
     token_ids=TOKENS,
+    logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
+    prompt_logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
     finish_reason=st.none() | st.sampled_from(FinishReason),
     handle=st.none() | HANDLES,
     prefill_times=st.none()
@@ -161,6 +185,7 @@ ROUND_TRIPS = {
     "offer": (OFFERS, pb.ChannelOffer),
     "pull": (PULLS, pb.PullRequest),
     "info": (INFOS, pb.WorkerInfo),
+    "logprobs": (LOGPROBS, pb.TokenLogprobs),
     "report": (REPORTS, pb.WorkerReport),
     "output": (OUTPUTS, pb.SequenceOutput),
 }
@@ -212,6 +237,7 @@ def test_unknown_error_code_is_an_internal_error():
         pb.GenerateRequest(sampling=pb.SamplingParams(temperature=-1, top_p=1, max_tokens=1)),
         pb.GenerateRequest(),
         pb.SequenceOutput(finish_reason="tired"),
+        pb.SequenceOutput(logprobs=[pb.TokenLogprobs(top_token_ids=[1], top_logprobs=[-1, -2])]),
     ],
 )
 def test_impossible_messages_are_refused(message):
@@ -225,9 +251,24 @@ def test_impossible_messages_are_refused(message):
         getattr(convert, f"{name}_from_proto")(message)
 
 
+def test_a_request_for_several_choices_does_not_cross_the_wire():
+    """A worker takes one choice per request; silently one answer would come back."""
+    sampling = SamplingParams(max_tokens=1)
+    request = GenerateRequest(
+        request_id="r", model="m", prompt_token_ids=(1,), sampling=sampling, num_choices=2
+    )
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        convert.request_to_proto(request)
+    assert caught.value.param == "n"
+
+
+ELSEWHERE = {"error", "num_choices"}
+"""Fields with tests of their own."""
+
+
 def test_every_field_of_every_core_value_is_exercised():
     """A field forgotten in convert would take its default and slip through the tests above."""
     for values, _ in ROUND_TRIPS.values():
         strategy = values.wrapped_strategy
-        missing = set(get_type_hints(strategy.target)) - set(strategy.kwargs) - {"error"}
+        missing = set(get_type_hints(strategy.target)) - set(strategy.kwargs) - ELSEWHERE
         assert not missing, f"{strategy.target.__name__}: the round trip does not vary {missing}"

@@ -1,5 +1,6 @@
 """GGUF files written here by the gguf package, and the bundled default model."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import gguf
@@ -14,13 +15,21 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from core.errors import ModelLoadError
 from core.gguf_file import read_gguf
 from core.model_config import load_model_config
-from engine.models.registry import build_model
+from engine.models.interface import model_class
 from engine.weights.gguf import checkpoint_name, open_gguf
 from engine.weights.loader import load_weights, open_checkpoint, weight_slots
 from parallel.groups import Placement, SingleRank
+from parallel.quantization import dequantize as dequantize_groups
+from parallel.quantization import quantize_int8
 
 F32 = gguf.GGMLQuantizationType.F32
 PLACEMENT = Placement(group=SingleRank(), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def build_model(path):
+    config = load_model_config(str(path))
+    model = model_class(config)
+    return model(model.configure(config), placement=PLACEMENT)
 
 
 def permuted(array, num_heads):
@@ -100,15 +109,34 @@ def test_quantised_model_loads_permuted_and_merged(kind, make_hf_model, tmp_path
     model = make_hf_model("llama2", hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
                           intermediate_size=96)  # fmt: skip
     path = write_gguf(tmp_path / "m.gguf", model, "llama", kind=kind)
-    ours = build_model(load_model_config(path), placement=PLACEMENT)
+    ours = build_model(path)
     load_weights(ours, open_checkpoint(path))
     for layer, reference in zip(ours.model.layers, model.model.layers, strict=True):
         parts = [reference.self_attn.q_proj, reference.self_attn.k_proj, reference.self_attn.v_proj]
         expected = torch.cat([rounded(part.weight, kind) for part in parts])
-        assert torch.equal(layer.self_attn.qkv_proj.weight, expected)
+        assert torch.equal(layer.self_attn.qkv_proj.weight.values, expected)
         assert torch.equal(
-            layer.mlp.down_proj.weight, rounded(reference.mlp.down_proj.weight, kind)
+            layer.mlp.down_proj.weight.values, rounded(reference.mlp.down_proj.weight, kind)
         )
+
+
+@pytest.mark.parametrize(("kind", "quantization"), [("Q8_0", "int8"), ("Q4_0", "int4"),
+                                                    ("Q4_1", "int4")])  # fmt: skip
+def test_blocks_make_the_same_model_without_being_dequantised(
+    kind, quantization, make_hf_model, make_runner, drive, prompts, assert_equals_hf, tmp_path
+):
+    kind = gguf.GGMLQuantizationType[kind]
+    model = make_hf_model("smollm2", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", kind=kind)
+    reference = deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(rounded(parameter, kind))
+                if "embed_tokens" in name:  # never below 8 bits
+                    parameter.copy_(dequantize_groups(quantize_int8(parameter)))
+    rows = drive(make_runner(path, quantization=quantization), prompts, num_tokens=8)
+    assert_equals_hf(rows, reference)
 
 
 def rounded(weight, kind):
@@ -205,18 +233,21 @@ def test_split_file_is_refused(tmp_path):
 # -- the bundled default model
 
 
-def test_default_model_gives_the_oracles_tokens(smollm2_path, make_runner, drive):
-    """The first row of the oracle (tests/data); all rows run with the engine."""
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_default_model_gives_the_oracles_tokens(quantization, smollm2_path, make_runner, drive):
+    """The first row of the oracle (tests/data); all rows run with the engine. In int4 too: the file
+    is Q4_1 and its embedding Q8_0, and both are taken as they are."""
     prompt = [216, 5475, 253, 3246, 11181, 654, 441, 325, 3249, 281, 260, 34567, 13867, 30, 198]
     prompt += [62, 30, 3315, 441, 829, 2791, 750, 3832, 3246, 288, 325, 10369, 42457, 476, 13182]
     prompt += [13231]
-    [row] = drive(make_runner(smollm2_path, block_size=16), [prompt], num_tokens=10)
+    runner = make_runner(smollm2_path, block_size=16, quantization=quantization)
+    [row] = drive(runner, [prompt], num_tokens=10)
     assert row.tokens[len(prompt) :] == [358, 18, 198, 62, 30, 3315, 441, 803, 253, 3246]
 
 
 def test_default_model_has_no_tensor_left_over(smollm2_path):
     names = set(read_gguf(Path(smollm2_path)).tensors)
-    model = build_model(load_model_config(smollm2_path), placement=PLACEMENT)
+    model = build_model(smollm2_path)
     slots = weight_slots(model)
     assert {checkpoint_name(name) for name in names} == {n for n, s in slots.items() if s.required}
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from core.errors import ContextLengthError, InternalError, InvalidRequestError
 from core.request import FinishReason
+from engine.batch import Sampled, SequenceResult
 from engine.llm_engine import LLMEngine
 
 
@@ -107,11 +108,13 @@ def test_a_sequence_without_a_number_fails_alone(make_engine, make_request, expe
     execute, batches = executor.execute, []
 
     def poisoned(batch):
-        tokens = execute(batch)
+        results = execute(batch)
         batches.append(batch)
-        bad = [s.request_id == "bad" for s in batch.sequences if s.sample is not None]
-        late = len(batches) > 3
-        return tuple(None if late and b else t for b, t in zip(bad, tokens, strict=True))
+        bad = SequenceResult(sampled=(Sampled(None),))
+        return tuple(
+            bad if len(batches) > 3 and share.request_id == "bad" else result
+            for share, result in zip(batch.sequences, results, strict=True)
+        )
 
     executor.execute = poisoned
     engine.add_request(make_request([1, 2], request_id="bad", max_tokens=9))

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from core.config import CacheConfig, EngineConfig, ParallelConfig
-from core.errors import ConfigError, ModelLoadError
+from core.errors import ConfigError, InternalError, ModelLoadError
 from core.sampling_params import SamplingParams
 from engine.batch import Batch, SampleSpec, ScheduledSequence
 from engine.executor import Executor, LocalExecutor
 from engine.kv_cache import num_blocks_for
+from engine.llm_engine import LLMEngine
 from engine.model_runner import ModelRunner
 
 
@@ -36,7 +37,7 @@ def share(name, token_ids, block_ids, *, computed=0, **sampling):
         token_ids=tuple(token_ids),
         num_computed_tokens=computed,
         block_ids=tuple(block_ids),
-        sample=spec if sampling else None,
+        samples=(spec,) if sampling else (),
     )
 
 
@@ -44,11 +45,9 @@ def test_one_token_per_sampled_sequence_in_order(runner):
     a = share("a", [1, 2, 3], [0], temperature=0.0)
     b = share("b", [4, 5], [1])
     c = share("c", [6, 7, 8, 9, 10], [2, 3], temperature=1.0, seed=7)
-    alone = [runner.execute(Batch(sequences=(s,))) for s in (a, b, c)]
-    assert [len(tokens) for tokens in alone] == [1, 0, 1]
-    assert runner.execute(Batch(sequences=(c, b, a))) == (*alone[2], *alone[0])
-    assert runner.execute(Batch(sequences=(b,))) == ()
-    assert runner.execute(Batch(sequences=())) == ()
+    alone = [runner.execute(Batch(sequences=(s,)))[0] for s in (a, b, c)]
+    assert [len(result.sampled) for result in alone] == [1, 0, 1]
+    assert runner.execute(Batch(sequences=(c, b, a))) == (alone[2], alone[1], alone[0])
 
 
 def test_logits_of_a_row_hardly_depend_on_the_batch(runner):
@@ -77,7 +76,7 @@ def test_cache_has_the_layout_it_announces(runner):
     assert cache.tensor.shape == (3, 2, 128, 2, 4, 8)
     assert cache.tensor.is_contiguous()
     assert cache.tensor.nbytes == layout.bytes_per_block * cache.num_blocks
-    assert layout.model == runner.model_config.fingerprint != ""
+    assert layout.model == f"{runner.model_config.fingerprint}-float32" != "-float32"
 
 
 def test_num_blocks_wins_over_memory_bytes(runner):
@@ -146,3 +145,26 @@ def test_what_cannot_work_is_said_before_weights_are_loaded(folder, changes, mes
             EngineConfig(model_path=folder, **changes), progress=lambda *step: loaded.append(step)
         )
     assert loaded == []
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_what_is_no_number_spoils_nobody_after_it(
+    tiny_model, make_request, engine_config, kv_dtype
+):
+    """A sequence whose KV holds NaN fails, and its blocks go clean to the next owner, who fills
+    them only in part; nobody finds them by their prefix either."""
+    config = replace(engine_config(num_blocks=4), model_path=tiny_model)
+    config = replace(config, cache=replace(config.cache, dtype=kv_dtype))
+    engine = LLMEngine.from_config(config)
+    request = make_request(range(9), max_tokens=5)
+    [expected] = engine.generate([request])
+    weight = engine._executor._runner._model.model.embed_tokens.weight.values
+    row = weight[200].clone()
+    weight[200] = float("nan")
+    with pytest.raises(InternalError):
+        engine.generate([make_request([*range(9, 20), 200, 3], max_tokens=2)])
+    weight[200] = row
+    assert engine.pool.check().free == 4, "nothing of it can be found"
+    assert engine.generate([request]) == [expected]
+    [again] = engine.generate([make_request([*range(9, 20), 200, 3], max_tokens=2)])
+    assert len(again.token_ids) == 2

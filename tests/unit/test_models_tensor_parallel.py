@@ -41,10 +41,16 @@ def on_ranks():
     [
         ("llama2", 2),
         ("llama2", 3),
+        ("mixtral", 2),
+        ("qwen3-moe", 2),
         ("llama3", 6),  # 2 kv heads: each is held by three ranks
         ("llama-bias", 2),
         ("qwen2", 2),
         ("qwen3-bias", 2),
+        ("smollm3", 2),
+        ("gemma2", 2),
+        ("gemma3", 6),
+        ("phi3", 2),  # the parts of q, k and v are split after the file's one tensor
     ],
 )
 def test_ranks_together_equal_transformers(

@@ -72,6 +72,34 @@ def test_prompt_forms(prompt):
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"stream": True, "stream_options": {"odd": 1}}, "stream_options.odd"),
         ({"ignore_eos": "no"}, "ignore_eos"),
+        ({"frequency_penalty": False}, "frequency_penalty"),
+        ({"min_tokens": 1.0}, "min_tokens"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"echo": 1}, "echo"),
+        ({"best_of": True}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"priority": 2**31}, "priority"),
+        ({"bad_words": "no"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"bad_words": ["x"] * 65}, "bad_words"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1, "2"]}, "allowed_token_ids[1]"),
+        ({"allowed_token_ids": [1] * 65_537}, "allowed_token_ids"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"01": 1}}, "logit_bias"),
+        ({"logit_bias": {"1.0": 1}}, "logit_bias"),
+        ({"logit_bias": {"\u0661": 1}}, "logit_bias"),
+        ({"logit_bias": {"": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 100.5}}, "logit_bias"),
+        ({"logit_bias": {"1": "5"}}, "logit_bias"),
+        ({"logit_bias": {"1": True}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ],
 )
 def test_wrong_completion_fields_are_named(fields, param):
@@ -96,6 +124,12 @@ def test_missing_fields_are_named(kind):
         ({"messages": None}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"prompt": "x"}, "prompt"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 1}, "best_of"),
     ],
 )
 def test_wrong_chat_fields_are_named(fields, param):
@@ -161,10 +195,35 @@ def test_known_but_unbuilt_parameters_may_only_be_off(name):
 
 
 def test_off_values_are_typed():
-    completion(presence_penalty=0.0, logprobs=False)
-    for fields in ({"logprobs": 0}, {"presence_penalty": False}, {"best_of": True}):
+    completion(store=False)
+    for fields in ({"store": 0}, {"suffix": False}, {"prompt_logprobs": 0}):
         with pytest.raises(UnsupportedParameterError):
             completion(**fields)
+
+
+def test_what_log_probabilities_are_asked_for():
+    assert completion().num_logprobs is None
+    assert completion(logprobs=0).num_logprobs == 0
+    assert completion(logprobs=20).num_logprobs == 20
+    assert chat(logprobs=False, top_logprobs=0).num_logprobs is None
+    assert chat(logprobs=True).num_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).num_logprobs == 20
+
+
+def test_best_of_defaults_to_n():
+    assert completion().num_generated == 1
+    assert completion(n=3).num_generated == 3
+    assert completion(n=2, best_of=5).num_generated == 5
+    assert completion(n=2, best_of=2, stream=True).num_generated == 2, "nothing to choose from"
+
+
+def test_logit_bias_is_read_into_pairs():
+    assert completion(logit_bias={"50256": -100, "0": 0.5}).logit_bias == (
+        (50256, -100.0),
+        (0, 0.5),
+    )
+    assert completion(logit_bias={}).logit_bias == ()
+    assert chat(logit_bias=None).logit_bias is None
 
 
 @pytest.mark.parametrize("name", sorted(IGNORED))
@@ -173,7 +232,9 @@ def test_labels_are_accepted(name):
     chat(**{name: {"a": "b"}})
 
 
-@pytest.mark.parametrize("name", ["guided_json", "chat_template", "priority", "x" * 10_000, ""])
+@pytest.mark.parametrize(
+    "name", ["guided_json", "chat_template", "use_beam_search", "x" * 10_000, ""]
+)
 def test_unknown_parameters_are_refused_by_name(name):
     for kind in (completion, chat):
         with pytest.raises(UnsupportedParameterError) as caught:
@@ -217,6 +278,10 @@ def test_bodies_that_are_no_request(body):
         {"model": "m", "prompt": [[1.5] * 500] * 1000},
         {"model": "m", "prompt": "x", "stop": [1] * 500_000},
         {"model": "m", "prompt": "x", "stop_token_ids": ["1"] * 500_000},
+        {"model": "m", "prompt": "x", "allowed_token_ids": [1] * 500_000},
+        {"model": "m", "prompt": "x", "bad_words": [1] * 500_000},
+        {"model": "m", "prompt": "x", "logit_bias": {str(i): 1 for i in range(200_000)}},
+        {"model": "m", "prompt": "x", "logit_bias": {f"x{i}": "1" for i in range(200_000)}},
     ],
 )
 def test_a_million_faults_cost_no_more_than_one(body):

@@ -8,7 +8,7 @@ import pytest
 from core.errors import ConfigError, InvalidRequestError
 from core.kv import KVLayout
 from core.request import FinishReason
-from core.sampling_params import SamplingParams
+from core.sampling_params import MAX_SEED, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,67 @@ from core.sampling_params import SamplingParams
         ("max_tokens", 0),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", tuple(range(129))),
+        ("typical_p", 0.0),
+        ("typical_p", 1.1),
+        ("typical_p", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", ((-1, 0.0),)),
+        ("logit_bias", ((2**31, 0.0),)),
+        ("logit_bias", ((1, 100.1),)),
+        ("logit_bias", ((1, math.nan),)),
+        ("logit_bias", ((1, -math.inf),)),
+        ("logit_bias", ((1, 0.0),) * 1025),
+        ("bad_words", ((),)),
+        ("bad_words", ((1, -1),)),
+        ("bad_words", ((1,) * 65,)),
+        ("bad_words", ((1,),) * 129),
+        ("allowed_token_ids", (-1,)),
+        ("allowed_token_ids", (1,) * 65_537),
+        ("min_tokens", -1),
+        ("min_tokens", 17),  # the default of max_tokens is 16
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("prompt_logprobs", 21),
     ],
 )
 def test_bad_sampling_parameter_is_named(field, value):
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 2.0, "top_p": 1.0, "min_p": 1.0, "typical_p": 1.0},
+        {"temperature": 5e-324, "top_p": 5e-324, "typical_p": 5e-324, "repetition_penalty": 5e-324},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 100.0},
+        {"logit_bias": ((0, -100.0), (0, 100.0)), "bad_words": ((1,) * 64,) * 128},
+        {"min_tokens": 16, "logprobs": 0, "prompt_logprobs": 20, "seed": -MAX_SEED},
+    ],
+)
+def test_limits_themselves_are_allowed(sampling):
+    SamplingParams(**sampling)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({}, False),
+        ({"logit_bias": ((1, 1.0),), "allowed_token_ids": (1,), "min_tokens": 3}, False),
+        ({"repetition_penalty": 0.9}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"bad_words": ((1, 2),)}, True),
+    ],
+)
+def test_reads_tokens(sampling, expected):
+    assert SamplingParams(**sampling).reads_tokens is expected
 
 
 def test_with_output_continues_the_same_request(make_request):
@@ -60,6 +115,41 @@ def test_ignore_eos_ignores_eos_only(make_request):
     assert request.stop_reason(9, 1) is FinishReason.STOP
     listening = replace(request, sampling=SamplingParams(max_tokens=8))
     assert listening.stop_reason(2, 1) is FinishReason.STOP
+
+
+def test_nothing_that_ends_the_output_does_so_before_min_tokens(make_request):
+    request = make_request([1], max_tokens=4, stop_token_ids=(9,), min_tokens=2)
+    request = replace(request, eos_token_ids=(2, 3))
+    assert sorted(request.ending_token_ids) == [2, 3, 9]
+    for token_id in (2, 3, 9):
+        reasons = [request.stop_reason(token_id, count) for count in (1, 2, 3)]
+        assert reasons == [None, None, FinishReason.STOP]
+    assert request.stop_reason(9, 4) is FinishReason.STOP
+    shorter = make_request([1], max_tokens=2, stop_token_ids=(9,), min_tokens=2)
+    assert shorter.stop_reason(9, 2) is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_token_ids", (5, 151_645)),
+        ("logit_bias", ((5, 1.0), (191_222, -100.0))),
+        ("allowed_token_ids", (5, 10)),
+        ("bad_words", ((5,), (2, 10, 3))),
+    ],
+)
+def test_a16_token_ids_outside_the_vocabulary_are_refused_by_name(make_request, field, value):
+    """API case A16: they would crash the step, or write into a neighbour's row."""
+    with pytest.raises(InvalidRequestError, match=f"{field}.* 10$") as caught:
+        make_request([1], min_tokens=2, **{field: value}).check(vocab_size=10)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize("num_choices", [0, 129])
+def test_impossible_numbers_of_choices_are_refused(make_request, num_choices):
+    with pytest.raises(InvalidRequestError) as caught:
+        replace(make_request([1]), num_choices=num_choices).check(vocab_size=2)
+    assert caught.value.param == "n"
 
 
 def test_check(make_request):

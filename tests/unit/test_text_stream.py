@@ -110,6 +110,36 @@ def test_text_ends_before_the_stop_string_that_begins_first(text, stop, sizes):
     assert (stream.matched_stop is None) != stream.stopped
 
 
+@settings(max_examples=500, deadline=None)
+@given(st.text("ab", max_size=30), stops, sizes_of_runs, st.integers(0, 31))
+@example("abab", ["ab"], [1], 2)
+@example("aab", ["aa", "aab"], [3], 2)
+def test_no_stop_string_ends_the_text_before_min_tokens(text, stop, sizes, min_tokens):
+    """It may begin before, but a later token must complete it."""
+    starts = [
+        start
+        for start in range(len(text))
+        for s in stop
+        if text.startswith(s, start) and start + len(s) > min_tokens
+    ]
+    stream = TextStream(ONE_BYTE, stop=stop, min_tokens=min_tokens)
+    assert run(stream, split(list(text.encode()), sizes)) == text[: min(starts, default=None)]
+    assert stream.stopped == bool(starts)
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts, stops)
+def test_the_stream_knows_where_each_tokens_text_begins(text, stop):
+    """What is held back for a stop string or an unfinished character included."""
+    stream = TextStream(ONE_BYTE, stop=stop)
+    data = text.encode()
+    for i, byte in enumerate(data):
+        assert stream.num_chars == len(data[:i].decode(errors="ignore"))
+        stream.push([byte])
+        if stream.stopped:
+            break
+
+
 @settings(max_examples=300, deadline=None)
 @given(texts, st.data())
 def test_stop_strings_of_any_script(text, data):

@@ -29,6 +29,7 @@ from core.errors import (
 )
 from core.request import FinishReason
 from decode_workers.worker import DecodeWorker
+from engine.batch import Sampled, SequenceResult
 from engine.block_pool import BlockPool
 from kv_transfer.loopback import LoopbackTransports
 from kv_transfer.receiver import KVReceiver
@@ -309,11 +310,10 @@ def test_a_row_that_fails_ends_its_request_and_no_other(
         execute = executor.execute
 
         def poisoned(batch):
-            tokens = iter(execute(batch))
+            bad = SequenceResult(sampled=(Sampled(None),))
             return tuple(
-                (next(tokens), None)[1] if s.request_id == "bad" else next(tokens)
-                for s in batch.sequences
-                if s.sample is not None
+                bad if share.request_id == "bad" else result
+                for share, result in zip(batch.sequences, execute(batch), strict=True)
             )
 
         executor.execute = poisoned

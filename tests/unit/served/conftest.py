@@ -24,7 +24,7 @@ from core.errors import TwostrokeError
 from core.kv import BlockRef, KVHandle, KVLayout
 from core.lifetime import DecodeTimes, PrefillTimes
 from core.prefix import hash_blocks, hash_root
-from core.request import FinishReason, GenerateRequest, SequenceOutput
+from core.request import FinishReason, GenerateRequest, SequenceOutput, TokenLogprobs
 from core.worker import WorkerId, WorkerInfo, WorkerReport, WorkerRole
 from protocol import worker_pb2 as pb
 from protocol import worker_pb2_grpc
@@ -65,6 +65,15 @@ def right_tokens(prompt, count) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def logprobs_of(token_id: int, position: int, count: int) -> TokenLogprobs:
+    """The scripted model's opinion, exact in single precision: one per position, and of the
+    `count` likeliest tokens, of which the taken one is the second."""
+    logprob = -position / 64
+    top = [((token_id + 1) % NUM_BYTES, logprob / 2), (token_id, logprob)]
+    top += [(i, logprob - i) for i in range(1, 20) if i not in (top[0][0], token_id)]
+    return TokenLogprobs(token_id=token_id, logprob=logprob, top=tuple(top[:count]))
+
+
 @dataclass
 class Call:
     """One submitted request, as a script sees it."""
@@ -77,6 +86,18 @@ class Call:
     @property
     def key(self):
         return self.request.request_id, self.request.attempt
+
+    def logprobs(self, token_id: int, count: int) -> tuple[TokenLogprobs, ...]:
+        """Of output token number `count`, if asked for."""
+        wanted = self.request.sampling.logprobs
+        return () if wanted is None else (logprobs_of(token_id, count, wanted),)
+
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """With the very first token, if asked for."""
+        wanted, prompt = self.request.sampling.prompt_logprobs, self.request.prompt_token_ids
+        if wanted is None or self.request.output_token_ids:
+            return ()
+        return tuple(logprobs_of(prompt[i], 1000 + i, wanted) for i in range(1, len(prompt)))
 
     def send(self, *token_ids, **fields):
         request_id, attempt = self.key
@@ -117,6 +138,8 @@ class Call:
         reason = self.request.stop_reason(token_id, count)
         self.send(
             token_id,
+            logprobs=self.logprobs(token_id, count),
+            prompt_logprobs=self.prompt_logprobs(),
             finish_reason=reason,
             handle=None if reason else self.lease(),
             prefill_times=PrefillTimes(
@@ -149,7 +172,12 @@ class Call:
             num_pulled_bytes=len(self.handle.blocks) * LAYOUT.bytes_per_block,
             num_steps=count,
         )
-        self.send(token_id, finish_reason=reason, decode_times=times if reason else None)
+        self.send(
+            token_id,
+            logprobs=self.logprobs(token_id, count),
+            finish_reason=reason,
+            decode_times=times if reason else None,
+        )
         return reason
 
 
@@ -456,6 +484,7 @@ def scripts():
         honest_decode = staticmethod(honest_decode)
         next_token = staticmethod(next_token)
         right_tokens = staticmethod(right_tokens)
+        logprobs_of = staticmethod(logprobs_of)
         eos = EOS
 
         @staticmethod

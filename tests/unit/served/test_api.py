@@ -14,9 +14,12 @@ import openai
 import pytest
 
 from core.errors import InternalError
+from core.sampling_params import SamplingParams
 from router.http_errors import BodyTooLargeError, http_error
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+A, SPACE = 64, 220
+"""Their token ids."""
 POEM = "Grüße, 世界! 🌶️🌶️ naïve — done"
 
 
@@ -222,12 +225,44 @@ async def test_sampling_fields_reach_the_workers(world):
         stop_token_ids=[3, 4],
         ignore_eos=True,
         cache_salt="tenant",
+        typical_p=0.8,
+        repetition_penalty=1.1,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={"65": 5, "7": -1.5},
+        bad_words=["no", " way", " "],
+        allowed_token_ids=[65, 66],
+        min_tokens=2,
+        logprobs=3,
+        priority=-4,
     )
     [request] = world["prefill-0"].requests
-    s = request.sampling
-    assert (s.temperature, s.top_p, s.top_k, s.min_p, s.seed) == (0.5, 0.9, 40, 0.1, -5)
-    assert (s.max_tokens, s.stop_token_ids, s.ignore_eos) == (7, (3, 4), True)
+    [last] = world["decode-0"].requests
+    assert (
+        request.sampling
+        == last.sampling
+        == SamplingParams(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.1,
+            seed=-5,
+            max_tokens=7,
+            stop_token_ids=(3, 4),
+            ignore_eos=True,
+            typical_p=0.8,
+            repetition_penalty=1.1,
+            presence_penalty=-0.5,
+            frequency_penalty=0.25,
+            logit_bias=((65, 5.0), (7, -1.5)),
+            bad_words=((A + 13, A + 14), (A + 22, A, A + 24), (SPACE,)),
+            allowed_token_ids=(65, 66),
+            min_tokens=2,
+            logprobs=3,
+        )
+    )
     assert request.cache_salt == "tenant"
+    assert (request.priority, last.priority) == (-4, -4)
     assert request.eos_token_ids == (257,)
 
 
@@ -236,8 +271,8 @@ async def test_omitted_sampling_fields_mean_openais_defaults(world):
     await world.http.post("/v1/chat/completions", json={**CHAT, "top_k": -1})
     first, second = world["prefill-0"].requests
     s = first.sampling
-    assert (s.temperature, s.top_p, s.top_k, s.min_p, s.ignore_eos) == (1.0, 1.0, 0, 0.0, False)
-    assert s.max_tokens == 200 - len(first.prompt_token_ids), "a chat may fill the context"
+    room = 200 - len(first.prompt_token_ids)
+    assert s == SamplingParams(seed=s.seed, max_tokens=room), "a chat may fill the context"
     assert s.seed != second.sampling.seed, "no two requests are alike unless asked"
     assert second.sampling.top_k == 0
 
@@ -328,9 +363,29 @@ async def test_longest_prompt_that_fits_gets_one_token(world):
         ({"seed": 2**64}, "invalid_request", "seed"),
         ({"max_tokens": 0}, "invalid_request", "max_tokens"),
         ({"max_tokens": -1}, "invalid_request", "max_tokens"),
-        ({"logprobs": 5}, "unsupported_parameter", "logprobs"),
-        ({"echo": True}, "unsupported_parameter", "echo"),
-        ({"logit_bias": {"191222": -100}}, "unsupported_parameter", "logit_bias"),
+        ({"logprobs": 21}, "invalid_request", "logprobs"),
+        ({"logit_bias": {"191222": -100}}, "invalid_request", "logit_bias"),
+        ({"logit_bias": {"300": 1}}, "invalid_request", "logit_bias"),
+        ({"allowed_token_ids": [1, 300]}, "invalid_request", "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "invalid_request", "allowed_token_ids"),
+        ({"allowed_token_ids": [A], "bad_words": ["a"]}, "invalid_request", "allowed_token_ids"),
+        ({"allowed_token_ids": [257], "min_tokens": 1}, "invalid_request", "allowed_token_ids"),
+        (
+            {"allowed_token_ids": [A, 5], "bad_words": ["a"], "stop_token_ids": [5]}
+            | {"min_tokens": 1},
+            "invalid_request",
+            "allowed_token_ids",
+        ),
+        ({"typical_p": 0}, "invalid_request", "typical_p"),
+        ({"repetition_penalty": 0}, "invalid_request", "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "invalid_request", "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "invalid_request", "frequency_penalty"),
+        ({"min_tokens": 17}, "invalid_request", "min_tokens"),
+        ({"min_tokens": -1}, "invalid_request", "min_tokens"),
+        ({"bad_words": ["x" * 65]}, "invalid_request", "bad_words"),
+        ({"best_of": 129}, "invalid_request", "best_of"),
+        ({"prompt": ["x", "y"], "best_of": 65}, "invalid_request", "best_of"),
+        ({"prompt_logprobs": 1}, "unsupported_parameter", "prompt_logprobs"),
         ({"guided_regex": "foo**"}, "unsupported_parameter", "guided_regex"),
     ],
 )
@@ -624,15 +679,21 @@ async def replies_of_every_kind(world):
     """(kind, body) of all we can say."""
     http = world.http
     usage = {"stream_options": {"include_usage": True}}
-    for extra in ({}, {"n": 2}, {"max_tokens": 1}):
+    top = {"logprobs": True, "top_logprobs": 2}
+    for chat, text in (
+        ({}, {}),
+        ({"n": 2}, {"n": 2}),
+        ({"max_tokens": 1},) * 2,
+        (top, {"logprobs": 2}),
+    ):
         yield (
             "chat.completion",
-            (await http.post("/v1/chat/completions", json={**CHAT, **extra})).json(),
+            (await http.post("/v1/chat/completions", json={**CHAT, **chat})).json(),
         )
-        yield "text_completion", (await world.complete(**extra)).json()
-        for event in await world.stream("/v1/chat/completions", **CHAT, **extra, **usage):
+        yield "text_completion", (await world.complete(**text)).json()
+        for event in await world.stream("/v1/chat/completions", **CHAT, **chat, **usage):
             yield "chat.completion.chunk", event
-        for event in await world.stream(model="m", prompt="x", **extra, **usage):
+        for event in await world.stream(model="m", prompt="x", **text, **usage):
             yield "text_completion.chunk", event
     for event in await world.stream("/v1/chat/completions", **CHAT):
         yield "chat.completion.chunk", event

@@ -1,0 +1,142 @@
+"""The frame of a decoder-only model: embedding, layers, norm, LM head. A family brings its layer.
+
+Module names are Hugging Face's, so that a checkpoint's names are the modules' own paths; only
+projections that we merge are named otherwise (CHECKPOINT_NAMES).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from core.errors import ModelLoadError
+from core.model_config import ModelConfig
+from engine.kernels import AttentionPlan, softcap
+from engine.models.layers import RMSNorm
+from engine.models.rotary import RotaryEmbedding, Rotation
+from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
+from parallel.groups import Placement
+from parallel.weights import StoredTensor
+
+
+class DecoderModel(nn.Module):
+    """What a checkpoint calls `model`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: list[nn.Module],
+        *,
+        norm: nn.Module,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, placement=placement
+        )
+        self.rotary = RotaryEmbedding(config, placement=placement)
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+
+
+class CausalLM(nn.Module):
+    """Base of the decoder families. A family brings `make_layer` and overrides what else differs:
+    `configure`, `make_norm`, `embed`, `rotations`, `adapt`, `ignores`, CHECKPOINT_NAMES.
+
+    Raises ModelLoadError at construction for a setting the family does not have.
+    """
+
+    CHECKPOINT_NAMES: ClassVar[Mapping[str, str]] = {
+        "qkv_proj.q.": "q_proj.",
+        "qkv_proj.k.": "k_proj.",
+        "qkv_proj.v.": "v_proj.",
+        "gate_up_proj.gate.": "gate_proj.",
+        "gate_up_proj.up.": "up_proj.",
+    }
+    """Our name of a slot -> the checkpoint's, where they differ."""
+
+    def __init__(self, config: ModelConfig, *, placement: Placement) -> None:
+        super().__init__()
+        layers = [
+            self.make_layer(config, layer, placement=placement)
+            for layer in range(config.num_layers)
+        ]
+        norm = self.make_norm(config, placement=placement)
+        self.model = DecoderModel(config, layers, norm=norm, placement=placement)
+        self.final_logit_softcap = config.final_logit_softcap
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            tied=self.model.embed_tokens if config.tie_word_embeddings else None,
+            placement=placement,
+        )
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """`config` as the family means it: what core/model_config.py cannot know."""
+        return config
+
+    def make_layer(self, config: ModelConfig, layer: int, *, placement: Placement) -> nn.Module:
+        """forward(hidden, rotation, kv_layer, plan) -> hidden."""
+        raise NotImplementedError
+
+    def make_norm(self, config: ModelConfig, *, placement: Placement) -> nn.Module:
+        """The norm before the LM head."""
+        return RMSNorm(config.hidden_size, config.norm_eps, placement=placement)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden_size]: what enters the first layer."""
+        hidden: Tensor = self.model.embed_tokens(token_ids)
+        return hidden
+
+    def rotations(self, positions: Tensor) -> Sequence[Rotation | None]:
+        """One per layer; None rotates nothing."""
+        rotation: Rotation = self.model.rotary(positions)
+        return (rotation,) * len(self.model.layers)
+
+    def adapt(self, checkpoint: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+        """`checkpoint` as CHECKPOINT_NAMES expects it: a family whose files name or cut their
+        tensors otherwise renames and splits them here (engine/models/stored.py)."""
+        return checkpoint
+
+    def ignores(self, name: str) -> bool:
+        """Tensors some checkpoints hold and nobody needs."""
+        tied = name == "lm_head.weight" and self.lm_head.tied
+        return tied or name.endswith("rotary_emb.inv_freq")
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        """token_ids and positions [T], kv_cache as KVCache.tensor -> [T, hidden_size], not normed
+        yet: only the rows that are wanted need it."""
+        hidden = self.embed(token_ids)
+        rotations = self.rotations(positions)
+        for layer, rotation, kv_layer in zip(self.model.layers, rotations, kv_cache, strict=True):
+            hidden = layer(hidden, rotation, kv_layer, plan)
+        return hidden
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> the same, as the LM head and embeddings want it."""
+        normed: Tensor = self.model.norm(hidden)
+        return normed
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
+        logits: Tensor = self.lm_head(self.normalize(hidden))
+        return softcap(logits.float(), self.final_logit_softcap)
+
+
+def layer_windows(config: ModelConfig, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """The window of each layer, of Hugging Face's layer_types. Raises ModelLoadError for a kind
+    that we do not know."""
+    return tuple(_window(config, kind) for kind in kinds)
+
+
+def _window(config: ModelConfig, kind: str) -> int | None:
+    if kind == "sliding_attention":
+        return config.settings.integer("sliding_window")
+    if kind == "full_attention":
+        return None
+    raise ModelLoadError(f"attention kind {kind!r} is not supported")

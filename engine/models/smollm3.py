@@ -1,0 +1,45 @@
+"""SmolLM3: Llama with layers that rotate no positions into q and k (NoPE, arXiv:2501.18795)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from core.errors import ModelLoadError
+from core.model_config import ModelConfig
+from engine.models.decoder import layer_windows
+from engine.models.llama import LlamaForCausalLM
+from engine.models.rotary import Rotation
+from parallel.groups import Placement
+
+
+class SmolLM3ForCausalLM(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, *, placement: Placement) -> None:
+        super().__init__(config, placement=placement)
+        self._has_rope = _has_rope(config)
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Windows, where they are used, are on the layers without rotation."""
+        settings = config.settings
+        if not settings.flag("use_sliding_window", False) or "sliding_window" not in settings:
+            return config
+        plain = ["full_attention" if rope else "sliding_attention" for rope in _has_rope(config)]
+        kinds = settings.items("layer_types", str) or plain
+        return replace(config, sliding_windows=layer_windows(config, kinds))
+
+    def rotations(self, positions: Tensor) -> Sequence[Rotation | None]:
+        rotation = self.model.rotary(positions)
+        return [rotation if rope else None for rope in self._has_rope]
+
+
+def _has_rope(config: ModelConfig) -> tuple[bool, ...]:
+    """Of each layer. GGUF files say nothing: llama.cpp assumes the default interval."""
+    interval = config.settings.integer("no_rope_layer_interval", 4)
+    plain = tuple(int((layer + 1) % interval != 0) for layer in range(config.num_layers))
+    given = config.settings.items("no_rope_layers", int) or plain
+    if len(given) < config.num_layers:
+        raise ModelLoadError(f"no_rope_layers has {len(given)} of {config.num_layers} layers")
+    return tuple(bool(rope) for rope in given[: config.num_layers])
