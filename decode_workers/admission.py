@@ -1,7 +1,8 @@
 """Which handed-over requests get slots and blocks, and when. Pure: no clock, no transfer.
 
-By priority, then first come, first served. A request is admitted when its prompt's blocks fit and every sequence here
-still has a block to grow into, so that admitting more does not turn into preempting at once.
+By priority, then first come, first served. A request is admitted when its prompt's blocks fit and
+every sequence here still has a block to grow into, so that admitting more does not turn into
+preempting at once.
 """
 
 from __future__ import annotations

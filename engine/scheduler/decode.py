@@ -8,6 +8,7 @@ back (recompute later, through the prefix cache), so the first in order always g
 from __future__ import annotations
 
 from bisect import insort_right
+from collections import deque
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -42,9 +43,9 @@ class DecodeScheduler:
         preempted: list[Sequence] = []
         copies: list[BlockCopy] = []
         ready: list[Sequence] = []
-        queue = self.running
+        queue = deque(self.running)
         while queue:
-            sequence, queue = queue[0], queue[1:]
+            sequence = queue.popleft()
             while not self._make_room(sequence, copies):
                 self._note_shortage()
                 victim = queue.pop() if queue else sequence
