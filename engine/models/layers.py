@@ -144,7 +144,7 @@ class GatedMLP(nn.Module):
                 f"supported: {', '.join(GATED_ACTIVATIONS)}"
             )
         self.act_and_mul = GATED_ACTIVATIONS[config.hidden_act]
-        size = intermediate_size or config.intermediate_size
+        size = config.intermediate_size if intermediate_size is None else intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, size, ("gate", "up"), bias=config.mlp_bias, placement=placement
         )

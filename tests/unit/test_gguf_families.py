@@ -81,6 +81,7 @@ FILES = {
         {**GEMMA3, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
          "rope.freq_base_swa": 500.0},
     ),
+    "olmo2": ("olmo2", {}, {}),
     "phi3": ("phi3", {}, {"attention.sliding_window": 0,
                           "rope.scaling.original_context_length": 256}),
     "phi3-window": ("phi3-window", {}, {"attention.sliding_window": 9,

@@ -25,7 +25,7 @@ def test_family_equals_transformers(family, make_runner, drive, prompts, assert_
     assert len(distinct) > 10, "a model that repeats itself proves little"
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "gemma3", "phi4-mini"])
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "gemma3", "phi4-mini", "qwen2-moe", "olmo2"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     name, make_hf_model, make_runner, drive, prompts, tmp_path
 ):
@@ -90,12 +90,15 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers"
     [
         ("mistral", {}),
         ("qwen2", WINDOWED),
+        ("qwen2_moe", {}),
+        ("qwen2_moe", WINDOWED),
         ("qwen3", {}),
         ("smollm3", {}),
         ("smollm3", WINDOWED),
         ("gemma2", {}),
         ("gemma3_text", {}),
         ("phi3", {}),
+        ("olmo2", {}),
     ],
 )
 def test_settings_left_out_mean_what_transformers_takes_them_for(model_type, flags, tmp_path):
@@ -117,7 +120,7 @@ def test_settings_left_out_mean_what_transformers_takes_them_for(model_type, fla
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // ours.num_attention_heads)
     assert ours.attn_logit_softcap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
-    window = theirs.sliding_window
+    window = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 14
     expected = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     assert (ours.sliding_windows or (None,) * 14) == expected
@@ -199,8 +202,10 @@ def test_older_names_of_longrope(
         ("gemma2", {"sliding_window": None}, "sliding_window"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("qwen2-moe-mixed", {"layer_types": ["chunked_attention"] * 5}, "'chunked_attention'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 of 5 layers"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+        ("olmo2", {"sliding_window": 9}, "sliding_window: OLMo 2 has none"),
         (
             "phi3",
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 3}},

@@ -42,6 +42,7 @@ def on_ranks():
         ("llama2", 2),
         ("llama2", 3),
         ("mixtral", 2),
+        ("qwen2-moe", 2),
         ("qwen3-moe", 2),
         ("llama3", 6),  # 2 kv heads: each is held by three ranks
         ("llama-bias", 2),
@@ -50,6 +51,8 @@ def on_ranks():
         ("smollm3", 2),
         ("gemma2", 2),
         ("gemma3", 6),
+        ("olmo2", 2),
+        ("olmo2", 6),  # the norm of k spans ranks that hold copies
         ("phi3", 2),  # the parts of q, k and v are split after the file's one tensor
     ],
 )
