@@ -17,8 +17,6 @@ Speed is not measured: what reads the cache is the plain-torch reference.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -32,19 +30,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.quality import (
     BLOCK_SIZE,
     GREEDY,
-    TEXT,
-    bundled_model,
-    common_prefix,
-    greedy,
-    oracle_rows,
-    pages,
+    Workload,
+    agreement,
+    blocks_of,
+    load_workload,
+    parse,
     perplexity,
+    write_results,
 )
 from core.config import CacheConfig, EngineConfig
-from core.kv import KV_DTYPES
+from core.kv import KV_DTYPE_BYTES
 from engine.batch import Batch, SampleSpec, ScheduledSequence
 from engine.model_runner import ModelRunner
-from router.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +65,7 @@ def logits_after(runner: ModelRunner, prompt: Sequence[int], chunk: int) -> Tens
             request_id="prompt",
             token_ids=tuple(prompt[start:end]),
             num_computed_tokens=start,
-            block_ids=tuple(range(pages(len(prompt)))),
+            block_ids=tuple(range(blocks_of(len(prompt)))),
             samples=(SampleSpec(sampling=GREEDY, choice_index=0, position=end),),
         )
         logits = runner.logits(Batch(sequences=(share,)))
@@ -79,24 +76,18 @@ def farthest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[float]:
     return [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
 
 
-def measure(
-    runner: ModelRunner,
-    rows: list[dict[str, list[int]]],
-    text: list[int],
-    exact: Sequence[Tensor],
-) -> Measured:
+def measure(runner: ModelRunner, work: Workload, exact: Sequence[Tensor]) -> Measured:
     """`exact`: the logits after each prompt, over a float32 cache."""
-    outputs, _ = greedy(runner, rows)
-    equal = [common_prefix(ours, row["output"]) for ours, row in zip(outputs, rows, strict=True)]
-    whole = [logits_after(runner, row["prompt"], len(row["prompt"])) for row in rows]
-    halves = [logits_after(runner, row["prompt"], len(row["prompt"]) // 2 + 1) for row in rows]
+    equal_tokens, equal_prompts = agreement(runner, work.rows)
+    prompts = [row.prompt for row in work.rows]
+    whole = [logits_after(runner, prompt, len(prompt)) for prompt in prompts]
+    halves = [logits_after(runner, prompt, len(prompt) // 2 + 1) for prompt in prompts]
     loss, chunking = farthest(whole, exact), farthest(whole, halves)
     return Measured(
         bytes_per_token=runner.kv_cache.layout.bytes_per_block // BLOCK_SIZE,
-        perplexity=perplexity(runner, text),
-        equal_tokens=sum(equal) / sum(len(row["output"]) for row in rows),
-        equal_prompts=sum(n == len(row["output"]) for n, row in zip(equal, rows, strict=True))
-        / len(rows),
+        perplexity=perplexity(runner, work.text),
+        equal_tokens=equal_tokens,
+        equal_prompts=equal_prompts,
         loss_median=statistics.median(loss),
         loss_max=max(loss),
         chunking_median=statistics.median(chunking),
@@ -114,33 +105,22 @@ def print_row(dtype: str, found: Measured) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Quality and memory of each KV cache dtype.")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    path = bundled_model()
-    rows = oracle_rows(arguments.prompts, arguments.tokens)
-    text = load_tokenizer(path).encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=True)
-    num_blocks = max(pages(len(text)), sum(pages(len(r["prompt"] + r["output"])) for r in rows))
-    print(f"{len(text)} tokens of text, {len(rows)} prompts, {arguments.tokens} tokens each")
+    arguments = parse("Quality and memory of each KV cache dtype.", num_prompts=16)
+    work = load_workload(arguments)
     print(
         "| KV cache | bytes per token | perplexity | equal tokens | equal prompts "
         "| loss median, max | chunking median, max |\n|" + " --- |" * 7
     )
     results: dict[str, dict[str, float]] = {}
     exact: list[Tensor] = []
-    for dtype in KV_DTYPES:
-        cache = CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, dtype=dtype)
-        runner = ModelRunner(EngineConfig(model_path=path, cache=cache))
-        exact = exact or [logits_after(runner, row["prompt"], len(row["prompt"])) for row in rows]
-        found = measure(runner, rows, text, exact)
+    for dtype in KV_DTYPE_BYTES:
+        cache = CacheConfig(block_size=BLOCK_SIZE, num_blocks=work.num_blocks, dtype=dtype)
+        runner = ModelRunner(EngineConfig(model_path=work.model, cache=cache))
+        exact = exact or [logits_after(runner, row.prompt, len(row.prompt)) for row in work.rows]
+        found = measure(runner, work, exact)
         results[dtype] = asdict(found)
         print_row(dtype, found)
-    if arguments.out is not None:
-        workload = {"text_tokens": len(text), "prompts": len(rows), "tokens": arguments.tokens}
-        found_all = {"workload": workload, "kv_cache_dtype": results}
-        arguments.out.write_text(json.dumps(found_all, indent=2) + "\n")
+    write_results(arguments, work, kv_cache_dtype=results)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from core.config import CacheConfig, EngineConfig
-from core.model_config import ModelConfig, load_model_config
+from core.model_config import ModelConfig
+from core.model_files import load_model_config
 from core.sampling_params import SamplingParams
 from engine.batch import Batch, SampleSpec, ScheduledSequence
 from engine.model_runner import ModelRunner
@@ -90,6 +91,17 @@ class Reference(NamedTuple):
         return blocks_of(len(self.prompt) + len(self.output))
 
 
+class Workload(NamedTuple):
+    model: str
+    """Path of the bundled file."""
+    rows: list[Reference]
+    text: list[int]
+
+    @property
+    def num_blocks(self) -> int:
+        return max(blocks_of(len(self.text)), sum(row.num_blocks for row in self.rows))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     perplexity: float
@@ -104,29 +116,24 @@ class Measured:
     """Those pages: resident until loading ends, but the system's to take back at any time."""
 
 
-def measure(path: str, form: Format, rows: list[Reference], text: list[int]) -> Measured:
+def measure(path: str, form: Format, work: Workload) -> Measured:
     before, mapped_before = resident("VmRSS"), resident("RssFile")
     mapped: list[int] = []
     config = EngineConfig(
         model_path=path,
         dtype=form.dtype,
         quantization=form.quantization,
-        cache=CacheConfig(
-            block_size=BLOCK_SIZE,
-            num_blocks=max(blocks_of(len(text)), sum(row.num_blocks for row in rows)),
-        ),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=work.num_blocks),
     )
     runner = ModelRunner(config, progress=lambda *_: mapped.append(resident("RssFile")))
     peak = resident("VmHWM") - before
     mapped_bytes = max(mapped) - mapped_before
-    outputs = greedy(runner, rows)
-    equal = [common_prefix(ours, row.output) for ours, row in zip(outputs, rows, strict=True)]
-    whole = [count == len(row.output) for count, row in zip(equal, rows, strict=True)]
+    equal_tokens, equal_prompts = agreement(runner, work.rows)
     return Measured(
-        perplexity=perplexity(runner, text),
-        equal_tokens=sum(equal) / sum(len(row.output) for row in rows),
-        equal_prompts=sum(whole) / len(rows),
-        weight_bytes=weight_bytes(runner),
+        perplexity=perplexity(runner, work.text),
+        equal_tokens=equal_tokens,
+        equal_prompts=equal_prompts,
+        weight_bytes=runner.weight_bytes,
         load_peak_bytes=peak - mapped_bytes - runner.kv_cache.tensor.nbytes,
         mapped_bytes=mapped_bytes,
     )
@@ -136,12 +143,6 @@ def resident(what: str) -> int:
     """Bytes. VmRSS: now; RssFile: mapped pages of files among them; VmHWM: the most so far."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
-
-
-def weight_bytes(runner: ModelRunner) -> int:
-    """Of parameters and buffers, those under two names counted once."""
-    tensors = runner._model.state_dict().values()
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def blocks_of(num_tokens: int) -> int:
@@ -159,6 +160,14 @@ def perplexity(runner: ModelRunner, text: list[int]) -> float:
     )
     [result] = runner.execute(Batch(sequences=(whole,)))
     return math.exp(-sum(found.logprob for found in result.prompt_logprobs) / (len(text) - 1))
+
+
+def agreement(runner: ModelRunner, rows: list[Reference]) -> tuple[float, float]:
+    """Shares of the reference's tokens before the first that differs, and of the rows without."""
+    outputs = greedy(runner, rows)
+    equal = [common_prefix(ours, row.output) for ours, row in zip(outputs, rows, strict=True)]
+    whole = [count == len(row.output) for count, row in zip(equal, rows, strict=True)]
+    return sum(equal) / sum(len(row.output) for row in rows), sum(whole) / len(rows)
 
 
 def greedy(runner: ModelRunner, rows: list[Reference]) -> list[list[int]]:
@@ -301,32 +310,49 @@ def table_row(form: Format, found: Measured) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Quality and memory of each weight format.")
-    parser.add_argument("--prompts", type=int, default=24)
+def parse(description: str, *, num_prompts: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--prompts", type=int, default=num_prompts)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def load_workload(arguments: argparse.Namespace) -> Workload:
     path = bundled_model()
     rows = oracle_rows(arguments.prompts, arguments.tokens)
     text = load_tokenizer(path).encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=True)
     print(f"{len(text)} tokens of text, {len(rows)} prompts, {arguments.tokens} tokens each")
+    return Workload(path, rows, text)
+
+
+def write_results(arguments: argparse.Namespace, work: Workload, **found: object) -> None:
+    if arguments.out is not None:
+        settings = {
+            "text_tokens": len(work.text),
+            "prompts": len(work.rows),
+            "tokens": arguments.tokens,
+        }
+        arguments.out.write_text(json.dumps({**settings, **found}, indent=2) + "\n")
+
+
+def main() -> None:
+    arguments = parse("Quality and memory of each weight format.", num_prompts=24)
+    work = load_workload(arguments)
     found: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
-        sources = {"file": path}
+        sources = {"file": work.model}
         for seed, name in [(None, "copy"), *enumerate(SHUFFLES)]:
             print(f"writing a model in bfloat16 ({name})", file=sys.stderr, flush=True)
             sources[name] = str(Path(folder) / name)
-            save_copy(path, Path(sources[name]), seed=seed)
+            save_copy(work.model, Path(sources[name]), seed=seed)
         print(HEADER, flush=True)
         for form in FORMATS:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                measured = process.submit(measure, sources[form.source], form, rows, text).result()
+                measured = process.submit(measure, sources[form.source], form, work).result()
             found.append({**asdict(form), **asdict(measured)})
             print(table_row(form, measured), flush=True)
-    if arguments.out is not None:
-        settings = {"text_tokens": len(text), "prompts": len(rows), "tokens": arguments.tokens}
-        arguments.out.write_text(json.dumps({**settings, "formats": found}, indent=2) + "\n")
+    write_results(arguments, work, formats=found)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from core.errors import ConfigError
-from core.kv import KV_DTYPES
+from core.kv import KV_DTYPE_BYTES
 from core.worker import WorkerRole
 
 
@@ -17,7 +17,7 @@ class CacheConfig:
     num_blocks: int | None = None
     memory_bytes: int = 1 << 30
     dtype: str = "auto"
-    """One of core.kv.KV_DTYPES; auto: the engine's dtype."""
+    """One of core.kv.KV_DTYPE_BYTES; auto: the engine's dtype."""
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -25,9 +25,10 @@ class CacheConfig:
             raise ConfigError("block_size must be between 1 and 256")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError("num_blocks must be at least 2")
-        if self.dtype not in ("auto", *KV_DTYPES):
+        if self.dtype not in ("auto", *KV_DTYPE_BYTES):
             raise ConfigError(
-                f"the KV cache's dtype must be auto, {', '.join(KV_DTYPES)}, not {self.dtype!r}"
+                f"the KV cache's dtype must be auto, {', '.join(KV_DTYPE_BYTES)}, "
+                f"not {self.dtype!r}"
             )
 
 

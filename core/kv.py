@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from core.prefix import BlockHash
 
-KV_DTYPES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
+KV_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 """What a cache can hold -> bytes of a number. Those of one byte have a scale per row; fp8 is e4m3.
 See engine/kernels/kv_dtype.py."""
 SCALE_BYTES = 4
@@ -29,7 +29,7 @@ class KVLayout:
     """Fingerprint of architecture, weights and arithmetic (dtype, quantisation), so that neither
     equal shapes of two models nor two roundings of one model mix."""
     dtype: str
-    """One of KV_DTYPES."""
+    """One of KV_DTYPE_BYTES."""
     block_size: int
     first_layer: int
     num_layers: int
@@ -41,7 +41,7 @@ class KVLayout:
     @property
     def row_bytes(self) -> int:
         """Bytes of the key, or the value, of one position and head: its numbers, then its scale."""
-        width = KV_DTYPES[self.dtype]
+        width = KV_DTYPE_BYTES[self.dtype]
         return self.head_dim * width + (SCALE_BYTES if width == 1 else 0)
 
     @property

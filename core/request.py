@@ -12,7 +12,7 @@ from enum import StrEnum
 from core.errors import InvalidRequestError, TwostrokeError
 from core.kv import KVHandle
 from core.lifetime import DecodeTimes, PrefillTimes
-from core.sampling_params import SamplingParams
+from core.sampling_params import SamplingParams, check_token_ids
 
 MAX_CHOICES = 128
 
@@ -69,16 +69,25 @@ class GenerateRequest:
         """What would crash a step or corrupt a neighbour must not get in: InvalidRequestError."""
         if not self.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if max(self.token_ids) >= vocab_size:
-            raise InvalidRequestError(
-                f"token id {max(self.token_ids)} is outside the vocabulary of {vocab_size}",
-                param="prompt",
-            )
+        check_token_ids(self.token_ids, vocab_size, "prompt")
         if self.num_remaining_tokens < 1:
             raise InvalidRequestError("no output token is left to generate", param="max_tokens")
         if not 1 <= self.num_choices <= MAX_CHOICES:
             raise InvalidRequestError(f"n must be between 1 and {MAX_CHOICES}", param="n")
         self.sampling.check_vocabulary(vocab_size)
+        self._check_something_is_allowed()
+
+    def _check_something_is_allowed(self) -> None:
+        """At the first step, as far as the request alone can tell."""
+        sampling = self.sampling
+        barred = {word[0] for word in sampling.bad_words if len(word) == 1}
+        if sampling.min_tokens:
+            barred.update(self.ending_token_ids)
+        if sampling.allowed_token_ids and barred.issuperset(sampling.allowed_token_ids):
+            raise InvalidRequestError(
+                "bad_words and min_tokens bar every token of allowed_token_ids",
+                param="allowed_token_ids",
+            )
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:

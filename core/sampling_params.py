@@ -1,12 +1,13 @@
 """How one request wants its tokens chosen. Validated on construction: an instance is always sane.
 
-Sampling is a pure function of (logits, these parameters, seed, choice index, position): nothing
-here is mutable and nothing here depends on the rest of the batch.
+Sampling is a pure function of (logits, these parameters, the tokens so far, choice index,
+position): nothing here is mutable and nothing here depends on the rest of the batch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from core.errors import InvalidRequestError
@@ -27,6 +28,13 @@ def _require(ok: bool, param: str, message: str) -> None:
         raise InvalidRequestError(message, param=param)
 
 
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequestError for the first id that the model does not have."""
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        message = f"{param}: token id {token_id} is outside the vocabulary of {vocab_size}"
+        _require(0 <= token_id < vocab_size, param, message)
+
+
 def _is_token_id(value: int) -> bool:
     return 0 <= value <= MAX_COUNT
 
@@ -35,8 +43,8 @@ def _is_token_id(value: int) -> bool:
 class SamplingParams:
     """`temperature` 0 is greedy; each other default switches its feature off.
 
-    Order of what is done to a row of logits: allowed_token_ids, bad_words and min_tokens bar
-    tokens; logit_bias; repetition, presence and frequency penalties; temperature; top_k, top_p,
+    What is done to a row of logits, in this order: logit_bias; repetition, presence and frequency
+    penalties; allowed_token_ids, bad_words and min_tokens bar tokens; temperature; top_k, top_p,
     min_p, typical_p. Log probabilities are the model's own, before all of it.
 
     Raises InvalidRequestError naming the parameter when a value is out of range.
@@ -122,12 +130,6 @@ class SamplingParams:
             "bad_words",
             f"bad_words must be at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_TOKENS} tokens",
         )
-        barred = {word[0] for word in self.bad_words if len(word) == 1}
-        _require(
-            not self.allowed_token_ids or not barred.issuperset(self.allowed_token_ids),
-            "allowed_token_ids",
-            "bad_words bars every token of allowed_token_ids",
-        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequestError for a token id that the model does not have."""
@@ -137,9 +139,7 @@ class SamplingParams:
             ("logit_bias", tuple(token_id for token_id, _ in self.logit_bias)),
             ("bad_words", tuple(token_id for word in self.bad_words for token_id in word)),
         ):
-            largest = max(ids, default=0)
-            message = f"{name}: token id {largest} is outside the vocabulary of {vocab_size}"
-            _require(largest < vocab_size, name, message)
+            check_token_ids(ids, vocab_size, name)
 
     @property
     def greedy(self) -> bool:

@@ -172,7 +172,7 @@ class DecodeWorker:
 
     def _preempt(self, sequence: Sequence) -> SequenceOutput:
         del self._arrivals[sequence.key]
-        return _error(sequence.key, PreemptedError("older sequences needed its KV blocks"))
+        return _error(sequence.key, PreemptedError("sequences before it needed its KV blocks"))
 
     def _end(self, request_id: str, attempt: int, error: TwostrokeError) -> SequenceOutput:
         self.abort(request_id, attempt)

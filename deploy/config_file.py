@@ -28,7 +28,7 @@ from core.config import (
     WorkerConfig,
 )
 from core.errors import ConfigError
-from core.kv import KV_DTYPES
+from core.kv import KV_DTYPE_BYTES
 from core.worker import WorkerRole, endpoint
 from deploy.model_source import DEFAULT_MODEL, ResolvedModel
 
@@ -185,7 +185,7 @@ SETTINGS: Mapping[str, Setting] = {
         parse=parse_bytes, metavar="SIZE", help="KV cache of each worker (default 1GiB)"
     ),
     "kv_cache_dtype": Setting(
-        parse=_one_of("auto", *KV_DTYPES),
+        parse=_one_of("auto", *KV_DTYPE_BYTES),
         metavar="TYPE",
         help="KV cache: auto (the default: as dtype), float32, bfloat16, int8 or fp8",
     ),

@@ -1,7 +1,7 @@
 """From what an operator types to a path on this machine: the only place that knows of the hub.
 
 Promises a file or folder that exists and looks like a model; whether it can be loaded is said by
-core.model_config and the engine.
+core.model_files and the engine.
 """
 
 from __future__ import annotations

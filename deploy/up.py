@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from core.config import ClusterConfig
-from core.model_config import load_model_config
+from core.model_files import load_model_config
 from core.worker import endpoint
 from deploy.cluster import Cluster, check_port
 from deploy.config_file import Settings, cluster_config

@@ -10,11 +10,12 @@ of it is then computed again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 from core.errors import InvalidRequestError
 from core.request import MAX_CHOICES, FinishReason, GenerateRequest, TokenChunk
+from core.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence as EngineSequence
 
@@ -35,6 +36,17 @@ class BeamSearchParams:
             raise InvalidRequestError(
                 f"beam_width must be between 1 and {MAX_CHOICES}", param="beam_width"
             )
+
+
+_USED = ("temperature", "seed", "max_tokens", "stop_token_ids", "ignore_eos")
+"""Sampling parameters that a search honours, or that have nothing to say where nothing is drawn."""
+
+
+def _check_plain(sampling: SamplingParams) -> None:
+    for item in fields(sampling):
+        if item.name not in _USED and getattr(sampling, item.name) != item.default:
+            message = f"{item.name} has no meaning in a beam search"
+            raise InvalidRequestError(message, param=item.name)
 
 
 class Continuation(NamedTuple):
@@ -128,7 +140,7 @@ class BeamGroup:
     request: GenerateRequest
     hypotheses: Hypotheses
     beams: list[Beam]
-    num_made: int = field(default=1)
+    num_made: int = 1
     """Sequences so far, to number them."""
 
     @classmethod
@@ -139,7 +151,9 @@ class BeamGroup:
         sequence: EngineSequence,
         max_model_len: int,
     ) -> BeamGroup:
-        """Raises InvalidRequestError for more choices than beams."""
+        """Raises InvalidRequestError for more choices than beams, and for what a search has no use
+        for."""
+        _check_plain(request.sampling)
         if request.num_choices > params.beam_width:
             raise InvalidRequestError("n must not exceed beam_width", param="n")
         room = max_model_len - len(request.prompt_token_ids)

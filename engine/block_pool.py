@@ -14,9 +14,10 @@ time it is given out anew, so a reference that carries (id, generation) goes sta
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from core.config import CacheConfig
@@ -93,6 +94,14 @@ class BlockPool:
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """How many of these count as available now and would not after `share`."""
         return sum(self._blocks[block_id].idle for block_id in block_ids)
+
+    def num_freed_by(self, block_ids: Iterable[Iterable[int]]) -> int:
+        """How many blocks would be available if these lists of owned blocks were freed."""
+        dropped = Counter(chain.from_iterable(block_ids))
+        return sum(
+            self._blocks[block_id].ref_cnt == count and not self._blocks[block_id].lease_cnt
+            for block_id, count in dropped.items()
+        )
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One more reference on blocks that hold content (found by `match_prefix`)."""

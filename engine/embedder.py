@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import EngineConfig
-from core.errors import InternalError, InvalidRequestError
+from core.errors import InvalidRequestError
 from core.worker import Progress
 from engine.batch import Pooling
 from engine.llm_engine import LLMEngine
 from engine.pooling import PoolingConfig, PoolingRequest, load_pooling_config
 
 TokenIds = Sequence[int]
+OWN = "embedder-"
+"""Begins the id of each request made here."""
 
 
 class Embedder:
@@ -69,7 +71,7 @@ class Embedder:
             raise InvalidRequestError("the input is empty", param="input")
         requests = [
             PoolingRequest(
-                request_id=f"pooling-{index}",
+                request_id=f"{OWN}{index}",
                 token_ids=tuple(first),
                 second_token_ids=tuple(second),
                 pooling=pooling,
@@ -83,15 +85,14 @@ class Embedder:
         finally:
             for request in requests:
                 self._engine.abort(request.request_id)
-        vectors = torch.stack([rows[request.request_id] for request in requests])
-        if not vectors.isfinite().all():
-            raise InternalError("the model's hidden states are not finite")
-        return vectors
+        return torch.stack([rows[request.request_id] for request in requests])
 
     def _run(self, count: int) -> dict[str, Tensor]:
         rows: dict[str, Tensor] = {}
         while len(rows) < count:
             for output in self._engine.step():
+                if output.error is not None and output.request_id.startswith(OWN):
+                    raise output.error
                 if output.pooled is not None:
                     rows[output.request_id] = output.pooled
         return rows

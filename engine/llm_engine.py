@@ -8,18 +8,18 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
 
 from core.config import EngineConfig
-from core.errors import ContextLengthError, TwostrokeError
+from core.errors import ContextLengthError, InvalidRequestError, TwostrokeError
 from core.prefix import BlockHash, hash_root
 from core.request import GenerateRequest, RequestKey, TokenChunk, TokenLogprobs
 from core.worker import Progress
-from engine.batch import Batch
+from engine.batch import Batch, SequenceResult
 from engine.beam_search import BeamGroup, BeamSearchParams
 from engine.block_pool import BlockPool
 from engine.executor import Executor, LocalExecutor, clear_spoiled, longest_sequence
@@ -92,7 +92,7 @@ class LLMEngine:
             # Only beams that wait for room may be left, and parked ones that hold it.
             return self.step() if self._release_parked() else []
         batch = Batch(sequences=(*decode.shares, *prefill), block_copies=tuple(decode.block_copies))
-        results = self._executor.execute(batch)
+        results = self._execute(batch)
         split = len(decode.shares)
         stepped = self._decode.update(decode.shares, results[:split])
         read = self._prefill.update(prefill, results[split:])
@@ -101,6 +101,15 @@ class LLMEngine:
             self._hand_on(sequence)
         clear_spoiled(self._executor, [*stepped, *read])
         return outputs
+
+    def _execute(self, batch: Batch) -> tuple[SequenceResult, ...]:
+        """A step that raises ends all requests in it: what it has written nobody knows."""
+        try:
+            return self._executor.execute(batch)
+        except BaseException:
+            for share in batch.sequences:
+                self.abort(*share.key)
+            raise
 
     def _hand_on(self, sequence: EngineSequence) -> None:
         if sequence.ended:
@@ -113,10 +122,12 @@ class LLMEngine:
             return [_output(sequence)]
         group = self._beams.get(sequence.key)
         if group is None:  # another beam of it failed in this step
+            sequence.release(self.pool)
             return []
+        first = sequence.request.choice_index
         if sequence.error is not None:
             self.abort(*sequence.key)
-            return [_output(sequence)]
+            return [replace(_output(sequence), choice_index=first)]
         for beam in group.collect(sequence, self.pool):
             (self._decode if beam.block_ids else self._prefill).add(beam)
         if not group.is_over:
@@ -124,7 +135,7 @@ class LLMEngine:
         del self._beams[sequence.key]
         return [
             StepOutput(request_id=sequence.request.request_id, choice_index=index, chunk=chunk)
-            for index, chunk in enumerate(group.choices())
+            for index, chunk in enumerate(group.choices(), first)
         ]
 
     def _release_parked(self) -> bool:
@@ -132,17 +143,27 @@ class LLMEngine:
         return any(group.release_parked(self.pool) for group in reversed(self._beams.values()))
 
     def _yield_to_more_important(self) -> None:
-        """A waiting sequence that does not fit takes the place of less important answers."""
-        head = self._prefill.waiting[0] if self._prefill.waiting else None
-        while head is not None and not self._prefill.fits(head, self._reserved()):
-            victim = self._decode.preempt_below(head.request.priority)
-            if victim is None:
-                return
+        """A waiting sequence that does not fit takes the place of less important answers, as few
+        of them as will do; none, if all of them would not."""
+        if not self._prefill.waiting:
+            return
+        head = self._prefill.waiting[0]
+        victims = self._decode.less_important_than(head)
+        if not victims or self._prefill.fits(head, self._reserved()):
+            return
+        if not self._prefill.fits(head, self._reserved(victims)):
+            return
+        while not self._prefill.fits(head, self._reserved()):
+            victim = victims.pop()
+            self._decode.preempt(victim)
             self._requeue([victim])
 
-    def _reserved(self) -> Reserved:
-        """Each running answer takes a token of the step and may grow by a block."""
-        return Reserved(*(len(self._decode.running),) * 3)
+    def _reserved(self, without: Sequence[EngineSequence] = ()) -> Reserved:
+        """Each running answer takes a token of the step and may grow by a block. `without` those
+        that would be preempted."""
+        num_seqs = len(self._decode.running) - len(without)
+        num_freed = self.pool.num_freed_by(s.block_ids for s in without)
+        return Reserved(num_tokens=num_seqs, num_blocks=num_seqs - num_freed, num_seqs=num_seqs)
 
     def _requeue(self, preempted: list[EngineSequence]) -> None:
         self._num_preemptions += len(preempted)
@@ -154,9 +175,8 @@ class LLMEngine:
         self._prefill.add(self._sequence(request))
 
     def add_beam_search(self, request: GenerateRequest, params: BeamSearchParams) -> None:
-        """Its choices come all at once, best first, in the step that ends the search. Of the
-        sampling parameters only max_tokens and those that name ends count. Raises as add_request.
-        """
+        """Its choices come all at once, best first, in the step that ends the search. Raises as
+        add_request, and for sampling parameters that a search has no use for."""
         sequence = self._sequence(request)
         group = BeamGroup.start(request, params, sequence, self.max_model_len)
         self._beams[request.key] = group
@@ -165,17 +185,24 @@ class LLMEngine:
     def add_pooling_request(self, request: PoolingRequest) -> None:
         """A vector instead of tokens. Raises InvalidRequestError, ContextLengthError."""
         request.check(self.model_config, self.max_model_len)
+        self._check_new((request.request_id, 0))
         root = self._root(request.cache_salt)
         self._prefill.add(request.sequence(root, self.model_config, now=time.monotonic()))
 
     def _sequence(self, request: GenerateRequest) -> EngineSequence:
         check_can_generate(self.model_config)
         request.check(self.model_config.vocab_size)
+        self._check_new(request.key)
         if len(request.token_ids) >= self.max_model_len:
             raise ContextLengthError(
                 f"{len(request.token_ids)} tokens do not fit into a context of {self.max_model_len}"
             )
         return EngineSequence(request, self._root(request.cache_salt), now=time.monotonic())
+
+    def _check_new(self, key: RequestKey) -> None:
+        """Outputs are told apart by it."""
+        if key in self._beams or self._prefill.has(key) or self._decode.has(key):
+            raise InvalidRequestError(f"request {key[0]!r} is already here", param="request_id")
 
     def _root(self, cache_salt: str) -> BlockHash:
         return hash_root(model=self._executor.layout.model, salt=cache_salt)
@@ -265,6 +292,6 @@ def _output(sequence: EngineSequence) -> StepOutput:
             finish_reason=sequence.finish_reason,
         ),
         prompt_logprobs=prompt_logprobs,
-        pooled=None if sequence.pooling is None else pooled_vector(sequence),
+        pooled=pooled_vector(sequence) if sequence.pooling and not sequence.error else None,
         error=sequence.error,
     )

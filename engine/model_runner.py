@@ -14,7 +14,8 @@ from torch import Tensor
 from core.config import EngineConfig
 from core.errors import ConfigError
 from core.kv import KVLayout
-from core.model_config import ModelConfig, load_model_config
+from core.model_config import ModelConfig
+from core.model_files import load_model_config
 from core.request import TokenLogprobs
 from core.worker import Progress
 from engine.batch import (
@@ -85,13 +86,20 @@ class ModelRunner:
         specs = [sequence.samples for sequence in batch.sequences if sequence.samples]
         rows = hidden[inputs.sample_rows]
         sampled = iter(sample(self._model.compute_logits(rows), specs) if specs else ())
+        spans = [
+            hidden[start : start + length]
+            for start, length in zip(inputs.query_starts, inputs.query_lens, strict=True)
+        ]
+        # What is no number spreads to all later tokens, so the last one tells.
+        finite = torch.stack([span[-1] for span in spans]).isfinite().all(dim=1).tolist()
         return tuple(
             SequenceResult(
                 sampled=next(sampled) if sequence.samples else (),
-                prompt_logprobs=self._prompt_logprobs(sequence, hidden[start:]),
-                pooled=self._pool(sequence, hidden[start : start + len(sequence.token_ids)]),
+                prompt_logprobs=self._prompt_logprobs(sequence, span),
+                is_finite=is_finite,
+                pooled=self._pool(sequence, span),
             )
-            for sequence, start in zip(batch.sequences, inputs.query_starts, strict=True)
+            for sequence, span, is_finite in zip(batch.sequences, spans, finite, strict=True)
         )
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from core.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from core.model_config import ModelConfig, ModelSettings
 from core.prefix import BlockHash
 from core.request import GenerateRequest
-from core.sampling_params import SamplingParams
+from core.sampling_params import SamplingParams, check_token_ids
 from engine.batch import Pooling
 from engine.sequence import Sequence
 
@@ -40,12 +40,7 @@ class PoolingRequest:
         token_ids = self.token_ids + self.second_token_ids
         if not token_ids:
             raise InvalidRequestError("the input is empty", param="input")
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < model_config.vocab_size:
-                raise InvalidRequestError(
-                    f"token id {token_id} is outside the vocabulary of {model_config.vocab_size}",
-                    param="input",
-                )
+        check_token_ids(token_ids, model_config.vocab_size, "input")
         if len(token_ids) > max_model_len:
             raise ContextLengthError(
                 f"{len(token_ids)} tokens do not fit into a context of {max_model_len}",

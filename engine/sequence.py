@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from torch import Tensor
 
 from core.errors import InternalError, InvalidRequestError, TwostrokeError
@@ -164,9 +166,8 @@ class Sequence:
     def scheduled(self, num_tokens: int) -> ScheduledSequence:
         """The next `num_tokens` uncomputed tokens as a share of a step."""
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
-        next_ids = self.request.prompt_token_ids[start + 1 : end + 1]
-        if not self.wants_prompt_logprobs:
-            next_ids = ()
+        prompt = self.request.prompt_token_ids
+        next_ids = prompt[start + 1 : end + 1] if self.wants_prompt_logprobs else ()
         return ScheduledSequence(
             request_id=self.request.request_id,
             attempt=self.request.attempt,
@@ -228,6 +229,9 @@ class Sequence:
         """A step has computed the next `num_tokens`; says nothing of what was sampled."""
         self.num_computed_tokens += num_tokens
         self.num_steps += 1
+        if not result.is_finite:
+            self.error = InternalError("the model's hidden states are not finite")
+            return
         self.cache_full_blocks(pool)
         self.prompt_logprobs += result.prompt_logprobs
         if result.pooled is not None:
@@ -252,18 +256,15 @@ class Sequence:
     def fork(self, choice_index: int, pool: BlockPool) -> Sequence:
         """Another answer that goes on from the same tokens and shares all blocks; whoever writes
         to a shared one first gets a copy (DecodeScheduler)."""
-        other = Sequence(self.request, self.root, now=self.arrived)
+        other = copy(self)
         other.choice_index = choice_index
         other.num_choices = 1
         other.token_ids = self.token_ids.copy()
         other.block_ids = self.block_ids.copy()
         other.block_hashes = self.block_hashes.copy()
-        other.num_computed_tokens = self.num_computed_tokens
-        other.num_cached_tokens = self.num_cached_tokens
-        other.num_hashed_blocks = self.num_hashed_blocks
+        other.prompt_logprobs = []
+        other.spoiled_block_ids = []
         other.wants_prompt_logprobs = False
-        other.first_scheduled = self.first_scheduled
-        other.num_steps = self.num_steps
         pool.share(other.block_ids)
         return other
 

@@ -11,7 +11,7 @@ activations' dtype and multiply those. Exact and small, not fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
@@ -191,7 +191,7 @@ class Int4Weight(QuantizedWeight):
         return Groups(unpack_int4(self.packed[rows]), self.scales[rows], self.minimums[rows])
 
 
-_FORMATS: Mapping[str | None, type[DenseWeight] | type[Int8Weight] | type[Int4Weight]] = {
+_FORMATS: Mapping[str | None, Callable[[int, int, Placement], Weight]] = {
     None: DenseWeight,
     "int8": Int8Weight,
     "int4": Int4Weight,

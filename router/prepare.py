@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 from core.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from core.request import MAX_CHOICES, GenerateRequest
-from core.sampling_params import SamplingParams
+from core.sampling_params import SamplingParams, check_token_ids
 from router.chat_template import ChatMessage
 from router.choice import ChoiceRequest, Echo
 from router.openai_types import ChatFields, CompletionFields, parse_body
@@ -157,7 +157,7 @@ class Preparer:
             cache_salt=fields.cache_salt or "",
             priority=fields.priority or 0,
         )
-        _check_some_token_is_left(request)
+        request.check(self._vocab_size)
         return request
 
     def _choices(
@@ -197,7 +197,7 @@ class Preparer:
         """Omitted means OpenAI's defaults: temperature 1, top_p 1, all else off."""
         num_logprobs, picks_best = fields.num_logprobs, fields.num_generated > (fields.n or 1)
         given = {name: value for name in _AS_GIVEN if (value := getattr(fields, name)) is not None}
-        sampling = SamplingParams(
+        return SamplingParams(
             **given,
             top_k=0 if fields.top_k in (None, -1) else fields.top_k or 0,
             bad_words=self.tokenizer.encode_bad_words(fields.bad_words or ()),
@@ -208,8 +208,6 @@ class Preparer:
             logprobs=0 if picks_best and num_logprobs is None else num_logprobs,
             prompt_logprobs=num_logprobs if _wants_echo(fields) else None,
         )
-        sampling.check_vocabulary(self._vocab_size)
-        return sampling
 
     @property
     def _vocab_size(self) -> int:
@@ -220,12 +218,7 @@ class Preparer:
             raise InvalidRequestError("the prompt is empty", param=param)
         if len(prompt) >= self.limits.max_model_len:
             raise self._too_long(str(len(prompt)), param)
-        vocab_size = self._vocab_size
-        for token_id in prompt:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(
-                    f"token id {token_id} is outside the vocabulary of {vocab_size}", param=param
-                )
+        check_token_ids(prompt, self._vocab_size, param)
 
     def _too_long(self, num_tokens: str, param: str) -> ContextLengthError:
         return ContextLengthError(
@@ -252,19 +245,6 @@ _AS_GIVEN = (
     "ignore_eos",
 )
 """Fields that mean the same to SamplingParams, defaults included."""
-
-
-def _check_some_token_is_left(request: GenerateRequest) -> None:
-    """Of allowed_token_ids: the first step must have something to choose from."""
-    sampling = request.sampling
-    barred = {word[0] for word in sampling.bad_words if len(word) == 1}
-    if sampling.min_tokens:
-        barred.update(request.ending_token_ids)
-    if sampling.allowed_token_ids and barred.issuperset(sampling.allowed_token_ids):
-        raise InvalidRequestError(
-            "bad_words and min_tokens bar every token of allowed_token_ids",
-            param="allowed_token_ids",
-        )
 
 
 def _role(role: str) -> str:

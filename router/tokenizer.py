@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from core.errors import InvalidRequestError, ModelLoadError
 from core.gguf_file import GGUFFile, read_gguf
-from core.model_config import gguf_eos_token_ids, load_model_config
+from core.model_files import gguf_eos_token_ids, load_model_config
 from router.chat_template import ChatMessage, ChatTemplate
 from router.gguf_vocab import build_backend
 from router.text_stream import TextStream, TokenBytes

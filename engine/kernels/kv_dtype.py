@@ -33,7 +33,8 @@ class KVDtype:
         return self.element.itemsize == 1
 
     def encode(self, rows: Tensor) -> Tensor:
-        """A row that is not finite becomes one whose scale is not, and so decodes to NaN."""
+        """A row that is not finite becomes one whose scale is not, and so decodes to numbers that
+        are not finite."""
         if not self.is_scaled:
             return rows.to(self.storage)
         rows = rows.float()

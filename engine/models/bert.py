@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from core.errors import ModelLoadError
 from core.model_config import ModelConfig
 from engine.kernels import AttentionPlan
-from engine.models.gpt2 import MLP
-from engine.models.layers import Attention, LayerNorm
+from engine.models.layers import MLP, Attention, LayerNorm
 from parallel.embedding import VocabParallelEmbedding
 from parallel.groups import Placement
 from parallel.linear import ColumnParallelLinear, OutputPart

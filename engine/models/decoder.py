@@ -42,10 +42,9 @@ class DecoderModel(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Base of the decoder families. A family brings `make_layer` and overrides what else differs:
-    `configure`, `make_norm`, `embed`, `rotations`, `adapt`, `ignores`, CHECKPOINT_NAMES.
-
-    Raises ModelLoadError at construction for a setting the family does not have.
+    """A Model (engine/models/interface.py, which says what its members mean), base of the decoder
+    families. A family brings `make_layer` and overrides what else differs: `configure`,
+    `make_norm`, `embed`, `rotations`, `adapt`, `ignores`, CHECKPOINT_NAMES.
     """
 
     CHECKPOINT_NAMES: ClassVar[Mapping[str, str]] = {
@@ -55,7 +54,6 @@ class CausalLM(nn.Module):
         "gate_up_proj.gate.": "gate_proj.",
         "gate_up_proj.up.": "up_proj.",
     }
-    """Our name of a slot -> the checkpoint's, where they differ."""
 
     def __init__(self, config: ModelConfig, *, placement: Placement) -> None:
         super().__init__()
@@ -75,7 +73,6 @@ class CausalLM(nn.Module):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """`config` as the family means it: what core/model_config.py cannot know."""
         return config
 
     def make_layer(self, config: ModelConfig, layer: int, *, placement: Placement) -> nn.Module:
@@ -86,8 +83,8 @@ class CausalLM(nn.Module):
         """The norm before the LM head."""
         return RMSNorm(config.hidden_size, config.norm_eps, placement=placement)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, hidden_size]: what enters the first layer."""
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """[T] both -> [T, hidden_size]: what enters the first layer."""
         hidden: Tensor = self.model.embed_tokens(token_ids)
         return hidden
 
@@ -97,33 +94,26 @@ class CausalLM(nn.Module):
         return (rotation,) * len(self.model.layers)
 
     def adapt(self, checkpoint: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-        """`checkpoint` as CHECKPOINT_NAMES expects it: a family whose files name or cut their
-        tensors otherwise renames and splits them here (engine/models/stored.py)."""
         return checkpoint
 
     def ignores(self, name: str) -> bool:
-        """Tensors some checkpoints hold and nobody needs."""
         tied = name == "lm_head.weight" and self.lm_head.tied
         return tied or name.endswith("rotary_emb.inv_freq")
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, plan: AttentionPlan
     ) -> Tensor:
-        """token_ids and positions [T], kv_cache as KVCache.tensor -> [T, hidden_size], not normed
-        yet: only the rows that are wanted need it."""
-        hidden = self.embed(token_ids)
+        hidden = self.embed(token_ids, positions)
         rotations = self.rotations(positions)
         for layer, rotation, kv_layer in zip(self.model.layers, rotations, kv_cache, strict=True):
             hidden = layer(hidden, rotation, kv_layer, plan)
         return hidden
 
     def normalize(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> the same, as the LM head and embeddings want it."""
         normed: Tensor = self.model.norm(hidden)
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
         logits: Tensor = self.lm_head(self.normalize(hidden))
         return softcap(logits.float(), self.final_logit_softcap)
 

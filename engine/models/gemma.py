@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import ModelLoadError
-from core.model_config import ModelConfig, rope_scaling
+from core.model_config import ModelConfig
+from core.model_files import rope_scaling
 from engine.kernels import AttentionPlan
 from engine.models.decoder import CausalLM, layer_windows
 from engine.models.layers import Attention, GatedMLP, RMSNorm
@@ -69,8 +70,8 @@ class Gemma2ForCausalLM(CausalLM):
             config.hidden_size, config.norm_eps, placement=placement, offset=_norm_offset(config)
         )
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return super().embed(token_ids) * self._scale
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        return super().embed(token_ids, positions) * self._scale
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):

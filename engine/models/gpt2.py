@@ -3,70 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.errors import ModelLoadError
 from core.model_config import ModelConfig
-from engine.kernels import AttentionPlan
 from engine.models.decoder import CausalLM
-from engine.models.layers import Attention, LayerNorm
+from engine.models.layers import MLP, LayerNorm
+from engine.models.llama import LlamaDecoderLayer
 from engine.models.stored import row_slice
 from parallel.embedding import VocabParallelEmbedding
 from parallel.groups import Placement
-from parallel.linear import MergedColumnParallelLinear, RowParallelLinear
 from parallel.weights import StoredTensor
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
-class MLP(nn.Module):
-    """Up, activation, down, with biases. Raises ModelLoadError at construction for an activation
-    we do not have."""
-
-    def __init__(self, config: ModelConfig, *, placement: Placement) -> None:
-        super().__init__()
-        if config.hidden_act not in ACTIVATIONS:
-            raise ModelLoadError(
-                f"activation {config.hidden_act!r} is not supported; "
-                f"supported: {', '.join(ACTIVATIONS)}"
-            )
-        self.act = ACTIVATIONS[config.hidden_act]
-        self.up_proj = MergedColumnParallelLinear(
-            config.hidden_size, config.intermediate_size, ("",), bias=True, placement=placement
-        )
-        self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, bias=True, placement=placement
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.act(self.up_proj(hidden)))
-        return out
-
-
-class GPT2Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, *, placement: Placement) -> None:
-        super().__init__()
-        norm = partial(LayerNorm, config.hidden_size, config.norm_eps, placement=placement)
-        self.input_layernorm = norm()
-        self.self_attn = Attention(config, layer, placement=placement)
-        self.post_attention_layernorm = norm()
-        self.mlp = MLP(config, placement=placement)
-
-    def forward(self, hidden: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), None, kv_layer, plan)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
 
 
 class GPT2LMHeadModel(CausalLM):
@@ -107,10 +58,18 @@ class GPT2LMHeadModel(CausalLM):
         )
 
     def make_layer(self, config: ModelConfig, layer: int, *, placement: Placement) -> nn.Module:
-        return GPT2Block(config, layer, placement=placement)
+        mlp = MLP(config, placement=placement)
+        return LlamaDecoderLayer(config, layer, norm=LayerNorm, mlp=mlp, placement=placement)
 
     def make_norm(self, config: ModelConfig, *, placement: Placement) -> nn.Module:
         return LayerNorm(config.hidden_size, config.norm_eps, placement=placement)
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        learned: Tensor = self.embed_positions(positions)
+        return super().embed(token_ids, positions) + learned
+
+    def rotations(self, positions: Tensor) -> Sequence[None]:
+        return (None,) * len(self.model.layers)
 
     def adapt(self, checkpoint: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
         """Files of the bare model lack the prefix; all hold matrices by input feature and q, k and
@@ -124,15 +83,6 @@ class GPT2LMHeadModel(CausalLM):
     def ignores(self, name: str) -> bool:
         """Old files hold the causal mask."""
         return super().ignores(name) or name.endswith((".attn.bias", ".attn.masked_bias"))
-
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, plan: AttentionPlan
-    ) -> Tensor:
-        hidden: Tensor = self.model.embed_tokens(token_ids)
-        hidden = hidden + self.embed_positions(positions)
-        for layer, kv_layer in zip(self.model.layers, kv_cache, strict=True):
-            hidden = layer(hidden, kv_layer, plan)
-        return hidden
 
 
 def _parts(name: str, stored: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:

@@ -26,11 +26,12 @@ class Model(Protocol):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """`config` as the family means it: what core/model_config.py cannot know."""
+        """`config` as the family means it: what core/model_files.py cannot know."""
         ...
 
     def adapt(self, checkpoint: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-        """`checkpoint` with the names and pieces that the model's slots expect."""
+        """`checkpoint` as CHECKPOINT_NAMES expects it: a family whose files name or cut their
+        tensors otherwise renames and splits them here (engine/models/stored.py)."""
         ...
 
     def ignores(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What decoder families are built of: norms, attention, gated MLP. Flags of ModelConfig and a few
+"""What families are built of: norms, attention, MLPs. Flags of ModelConfig and a few
 arguments are all that differs between families.
 """
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.errors import ModelLoadError
@@ -125,25 +126,52 @@ class Attention(nn.Module):
         return self.q_norm(query), self.k_norm(key)
 
 
-GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+_Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: Mapping[str, _Activation] = {
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+GATED_ACTIVATIONS: Mapping[str, _Activation] = {
     "silu": silu_and_mul,
     "gelu_pytorch_tanh": gelu_and_mul,
 }
 
 
+def _activation(table: Mapping[str, _Activation], name: str) -> _Activation:
+    if name not in table:
+        raise ModelLoadError(f"activation {name!r} is not supported; supported: {', '.join(table)}")
+    return table[name]
+
+
+class MLP(nn.Module):
+    """Up, activation, down, with biases. Raises ModelLoadError at construction for an activation
+    we do not have."""
+
+    def __init__(self, config: ModelConfig, *, placement: Placement) -> None:
+        super().__init__()
+        self.act = _activation(ACTIVATIONS, config.hidden_act)
+        self.up_proj = MergedColumnParallelLinear(
+            config.hidden_size, config.intermediate_size, ("",), bias=True, placement=placement
+        )
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, bias=True, placement=placement
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act(self.up_proj(hidden)))
+        return out
+
+
 class GatedMLP(nn.Module):
-    """Raises ModelLoadError at construction for an activation we do not have."""
+    """act(gate) * up, then down. Raises as MLP does."""
 
     def __init__(
         self, config: ModelConfig, *, placement: Placement, intermediate_size: int | None = None
     ) -> None:
         super().__init__()
-        if config.hidden_act not in GATED_ACTIVATIONS:
-            raise ModelLoadError(
-                f"activation {config.hidden_act!r} is not supported; "
-                f"supported: {', '.join(GATED_ACTIVATIONS)}"
-            )
-        self.act_and_mul = GATED_ACTIVATIONS[config.hidden_act]
+        self.act_and_mul = _activation(GATED_ACTIVATIONS, config.hidden_act)
         size = config.intermediate_size if intermediate_size is None else intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, size, ("gate", "up"), bias=config.mlp_bias, placement=placement

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +17,7 @@ from parallel.groups import Placement
 
 
 class LlamaDecoderLayer(nn.Module):
-    """`mlp` takes the place of the dense MLP."""
+    """`norm`: the kind of both; `mlp` takes the place of the gated one."""
 
     def __init__(
         self,
@@ -24,13 +25,14 @@ class LlamaDecoderLayer(nn.Module):
         layer: int,
         *,
         placement: Placement,
+        norm: Callable[..., nn.Module] = RMSNorm,
         mlp: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        norm = partial(RMSNorm, config.hidden_size, config.norm_eps, placement=placement)
-        self.input_layernorm = norm()
+        make_norm = partial(norm, config.hidden_size, config.norm_eps, placement=placement)
+        self.input_layernorm = make_norm()
         self.self_attn = Attention(config, layer, placement=placement)
-        self.post_attention_layernorm = norm()
+        self.post_attention_layernorm = make_norm()
         self.mlp = mlp or GatedMLP(config, placement=placement)
 
     def forward(

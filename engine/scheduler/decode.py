@@ -12,6 +12,7 @@ from collections import deque
 from operator import attrgetter
 from typing import NamedTuple
 
+from core.request import RequestKey
 from engine.batch import BlockCopy, ScheduledSequence, SequenceResult
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
@@ -81,13 +82,17 @@ class DecodeScheduler:
         used = self._pool.num_blocks - self._pool.num_available
         self.num_used_at_preemption = min(used, self.num_used_at_preemption or used)
 
-    def preempt_below(self, priority: int) -> Sequence | None:
-        """Stop the last in order if it matters less than `priority`; its blocks are free."""
-        if not self.running or self.running[-1].request.priority <= priority:
-            return None
-        victim = self.running.pop()
-        victim.release(self._pool)
-        return victim
+    def less_important_than(self, sequence: Sequence) -> list[Sequence]:
+        """Those of a lower priority, the last in order last."""
+        return [s for s in self.running if s.request.priority > sequence.request.priority]
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Out of the scheduler, blocks free; the caller decides where it goes on."""
+        self.running.remove(sequence)
+        sequence.release(self._pool)
+
+    def has(self, key: RequestKey) -> bool:
+        return any(sequence.key == key for sequence in self.running)
 
     def update(
         self, shares: list[ScheduledSequence], results: tuple[SequenceResult, ...]
@@ -102,7 +107,8 @@ class DecodeScheduler:
             if sequence is None:  # aborted while the step ran
                 continue
             sequence.computed(1, result, self._pool)
-            sequence.take(result.sampled[0], self._max_model_len)
+            if not sequence.ended:
+                sequence.take(result.sampled[0], self._max_model_len)
             stepped.append(sequence)
             if sequence.ended:
                 sequence.release(self._pool)

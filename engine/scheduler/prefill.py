@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from core.config import SchedulerConfig
+from core.request import RequestKey
 from engine.batch import ScheduledSequence, SequenceResult
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
@@ -53,6 +54,9 @@ class PrefillScheduler:
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
+
+    def has(self, key: RequestKey) -> bool:
+        return any(sequence.key == key for sequence in (*self.waiting, *self.running))
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """`first` puts a preempted sequence before others of its priority and arrival."""
@@ -157,7 +161,10 @@ class PrefillScheduler:
             if sequence is None:  # aborted while the step ran
                 continue
             sequence.computed(len(share.token_ids), result, self._pool)
-            if not sequence.num_uncomputed_tokens:
+            if sequence.error is not None:
+                self.running.remove(sequence)
+                done.append(sequence)
+            elif not sequence.num_uncomputed_tokens:
                 self.running.remove(sequence)
                 done += self._choices(sequence, result)
         return done

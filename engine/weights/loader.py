@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar, Protocol
-
-from torch import nn
 
 from core.errors import ModelLoadError
 from core.worker import Progress
+from engine.models.interface import Model
 from engine.weights.gguf import open_gguf
 from engine.weights.safetensors import open_safetensors
 from parallel.weights import HasWeightSlots, StoredTensor, WeightSlot
-
-
-class CheckpointModel(Protocol):
-    """All that loading needs to know of a model."""
-
-    CHECKPOINT_NAMES: ClassVar[Mapping[str, str]]
-    """Part of a slot's path -> what a checkpoint has in its place."""
-
-    def ignores(self, name: str) -> bool: ...
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
 
 def open_checkpoint(model_path: str) -> Mapping[str, StoredTensor]:
@@ -34,7 +21,7 @@ def open_checkpoint(model_path: str) -> Mapping[str, StoredTensor]:
 
 
 def load_weights(
-    model: CheckpointModel,
+    model: Model,
     checkpoint: Mapping[str, StoredTensor],
     progress: Progress | None = None,
 ) -> None:
@@ -58,7 +45,7 @@ def load_weights(
             progress("loading weights", done / total)
 
 
-def weight_slots(model: CheckpointModel) -> dict[str, WeightSlot]:
+def weight_slots(model: Model) -> dict[str, WeightSlot]:
     """All slots of a model by the name their tensor has in a checkpoint."""
     slots: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():

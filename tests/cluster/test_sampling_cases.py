@@ -8,7 +8,6 @@ import asyncio
 import json
 import shutil
 
-import openai
 import pytest
 import pytest_asyncio
 
@@ -387,19 +386,6 @@ async def test_log_probabilities_of_a_prompt_equal_those_of_the_same_tokens_gene
             assert a == pytest.approx(b, abs=1e-3)
 
 
-async def test_best_of_returns_the_likeliest_of_the_same_choices(cluster):
-    fields = {"seed": 3, "max_tokens": 10, "temperature": 1.0, "logprobs": 0}
-    every = (await post(cluster, prompt=PROMPT, n=6, **fields))["choices"]
-
-    def mean(choice):
-        values = choice["logprobs"]["token_logprobs"]
-        return sum(values) / len(values)
-
-    best = (await post(cluster, prompt=PROMPT, n=2, best_of=6, **fields))["choices"]
-    expected = sorted(every, key=mean, reverse=True)[:2]
-    assert [choice["text"] for choice in best] == [choice["text"] for choice in expected]
-
-
 async def test_min_tokens_holds_off_eos_stop_tokens_and_stop_strings(cluster, ids):
     fields = {"temperature": 0, "max_tokens": 9, "return_token_ids": True}
     [q] = ids("Q")
@@ -422,30 +408,3 @@ async def test_bad_words_never_appear(cluster, ids):
     barred = (await complete(cluster, PROMPT, bad_words=words, **fields))["text"]
     assert len(barred) == 30
     assert not any(word in barred for word in words)
-
-
-async def test_openai_client_with_logprobs_and_logit_bias(cluster, ids):
-    [q] = ids("Q")
-    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused") as client:
-        chat = await client.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": "hi"}],
-            max_tokens=3,
-            temperature=0,
-            logprobs=True,
-            top_logprobs=2,
-            logit_bias={str(q): 100},
-        )
-        assert chat.choices[0].message.content == "QQQ"
-        assert chat.choices[0].logprobs is not None
-        content = chat.choices[0].logprobs.content
-        assert [entry.token for entry in content] == ["Q", "Q", "Q"]
-        assert all(len(entry.top_logprobs) == 2 for entry in content)
-        stream = await client.completions.create(
-            model="m", prompt="x", max_tokens=3, logprobs=1, logit_bias={str(q): 100}, stream=True
-        )
-        tokens = [t async for part in stream for t in part.choices[0].logprobs.tokens]
-        assert tokens == ["Q", "Q", "Q"]
-        with pytest.raises(openai.BadRequestError) as caught:
-            await client.completions.create(model="m", prompt="x", logit_bias={"300": 1})
-        assert caught.value.param == "logit_bias"

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, and a driver that runs batches made by hand."""
+"""Tiny random models of every family, a driver that runs batches made by hand, and engines."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from transformers import (
 from core.config import CacheConfig, EngineConfig
 from core.sampling_params import SamplingParams
 from engine.batch import Batch, SampleSpec, ScheduledSequence
+from engine.llm_engine import LLMEngine
 from engine.model_runner import ModelRunner
 
 SHAPE = {
@@ -353,6 +354,19 @@ def make_runner():
     def make(model_path, *, num_blocks=128, block_size=4, group=None, **config):
         cache = CacheConfig(block_size=block_size, num_blocks=num_blocks)
         return ModelRunner(EngineConfig(model_path=model_path, cache=cache, **config), group=group)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_token_engine(token_executor, engine_config):
+    """(colocated engine over the token executor, that executor)."""
+
+    def make(max_model_len=1000, **sizes):
+        config = engine_config(**sizes)
+        cache = config.cache
+        executor = token_executor(cache.num_blocks, cache.block_size, max_model_len)
+        return LLMEngine(config, executor), executor
 
     return make
 

@@ -1,10 +1,13 @@
 """Beam search against Hugging Face's on a tiny model, with ample memory and with almost none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from core.errors import InvalidRequestError
+from core.errors import InternalError, InvalidRequestError
 from core.request import FinishReason
+from engine.batch import Sampled, SequenceResult
 from engine.beam_search import BeamSearchParams, Continuation, Hypotheses
 from engine.executor import LocalExecutor
 from engine.llm_engine import LLMEngine
@@ -151,6 +154,45 @@ def test_bad_parameters_are_refused(make_engine, make_request, width, n, param):
     with pytest.raises(InvalidRequestError) as caught:
         engine.add_beam_search(make_request([1], num_choices=n), BeamSearchParams(beam_width=width))
     assert caught.value.param == param
+    assert not engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_beam_that_fails_ends_the_search_and_leaves_nothing(make_engine, make_request, failing):
+    """Its siblings of the same step are neither parked nor in a scheduler."""
+    engine = make_engine(num_blocks=32)
+    request = replace(make_request(range(9), num_choices=2), choice_index=4)
+    engine.add_beam_search(request, BeamSearchParams(beam_width=3))
+    engine.step()
+    execute = engine._executor.execute
+
+    def poisoned(batch):
+        results = list(execute(batch))
+        results[failing] = SequenceResult(sampled=(Sampled(None),))
+        return tuple(results)
+
+    engine._executor.execute = poisoned
+    [output] = engine.step()
+    assert isinstance(output.error, InternalError)
+    assert output.choice_index == 4
+    assert engine.pool.check().owned == 0
+    assert not engine.has_unfinished_requests
+
+
+def test_choices_are_numbered_from_the_requests_own(make_engine, make_request):
+    request = replace(make_request(range(9), num_choices=2, max_tokens=3), choice_index=4)
+    chunks = make_engine(num_blocks=32).beam_search(request, BeamSearchParams(beam_width=2))
+    assert [len(chunk.token_ids) for chunk in chunks] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"logprobs": 1}, {"min_tokens": 2}, {"logit_bias": ((1, 2.0),)}, {"top_p": 0.5}]
+)
+def test_what_a_search_would_ignore_is_refused(make_engine, make_request, sampling):
+    engine = make_engine(num_blocks=32)
+    with pytest.raises(InvalidRequestError) as caught:
+        engine.add_beam_search(make_request([1], **sampling), BeamSearchParams(beam_width=2))
+    assert caught.value.param == next(iter(sampling))
     assert not engine.has_unfinished_requests
 
 

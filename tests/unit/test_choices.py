@@ -12,18 +12,8 @@ from engine.executor import LocalExecutor
 from engine.llm_engine import LLMEngine, best_of
 
 
-@pytest.fixture(scope="module")
-def make_engine(token_executor, engine_config):
-    def make(**sizes):
-        config = engine_config(**sizes)
-        executor = token_executor(config.cache.num_blocks, config.cache.block_size)
-        return LLMEngine(config, executor), executor
-
-    return make
-
-
-def test_the_prompt_is_read_once_and_shared(make_engine, make_request, expected_tokens):
-    engine, executor = make_engine()
+def test_the_prompt_is_read_once_and_shared(make_token_engine, make_request, expected_tokens):
+    engine, executor = make_token_engine()
     prompt = tuple(range(1, 11))  # two full blocks and half of a third
     engine.add_request(make_request(prompt, num_choices=4, max_tokens=8))
     engine.step()
@@ -57,9 +47,16 @@ def test_the_prompt_is_read_once_and_shared(make_engine, make_request, expected_
     caching=st.booleans(),
 )
 def test_every_choice_gets_its_own_tokens_whatever_the_memory(
-    make_engine, make_request, expected_tokens, requests, num_blocks, budget, max_num_seqs, caching
+    make_token_engine,
+    make_request,
+    expected_tokens,
+    requests,
+    num_blocks,
+    budget,
+    max_num_seqs,
+    caching,
 ):
-    engine, _ = make_engine(
+    engine, _ = make_token_engine(
         num_blocks=num_blocks,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
@@ -153,7 +150,7 @@ def test_best_of_compares_means():
 
 
 @pytest.mark.parametrize("n", [0, 129])
-def test_bad_numbers_of_choices_are_refused(make_engine, make_request, n):
-    engine, _ = make_engine()
+def test_bad_numbers_of_choices_are_refused(make_token_engine, make_request, n):
+    engine, _ = make_token_engine()
     with pytest.raises(InvalidRequestError, match="n must be between"):
         engine.add_request(make_request([1], num_choices=n))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf.quants import quantize
 
-from core.model_config import load_model_config
+from core.model_files import load_model_config
 from engine.models.stored import split_rows
 from engine.weights.gguf import open_gguf
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from core.errors import ModelLoadError
 from core.gguf_file import read_gguf
-from core.model_config import load_model_config
+from core.model_files import load_model_config
 from engine.models.interface import model_class
 from engine.weights.gguf import checkpoint_name, open_gguf
 from engine.weights.loader import load_weights, open_checkpoint, weight_slots

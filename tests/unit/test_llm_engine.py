@@ -10,18 +10,6 @@ from hypothesis import strategies as st
 from core.errors import ContextLengthError, InternalError, InvalidRequestError
 from core.request import FinishReason
 from engine.batch import Sampled, SequenceResult
-from engine.llm_engine import LLMEngine
-
-
-@pytest.fixture(scope="session")
-def make_engine(token_executor, engine_config):
-    def make(max_model_len=1000, **sizes):
-        config = engine_config(**sizes)
-        assert config.cache.num_blocks is not None
-        executor = token_executor(config.cache.num_blocks, config.cache.block_size, max_model_len)
-        return LLMEngine(config, executor), executor
-
-    return make
 
 
 def drain(engine, collected=None):
@@ -38,8 +26,8 @@ def assert_nothing_held(engine):
     assert (counts.owned, counts.leased, counts.quarantined) == (0, 0, 0)
 
 
-def test_one_request(make_engine, make_request, expected_tokens):
-    engine, executor = make_engine()
+def test_one_request(make_token_engine, make_request, expected_tokens):
+    engine, executor = make_token_engine()
     [chunk] = engine.generate([make_request(range(1, 41), max_tokens=5)])
     assert chunk.token_ids == expected_tokens(tuple(range(1, 41)), 5)
     assert chunk.finish_reason is FinishReason.LENGTH
@@ -47,8 +35,8 @@ def test_one_request(make_engine, make_request, expected_tokens):
     assert_nothing_held(engine)
 
 
-def test_eos_and_stop_tokens_end_the_request(make_engine, make_request, expected_tokens):
-    engine, _ = make_engine()
+def test_eos_and_stop_tokens_end_the_request(make_token_engine, make_request, expected_tokens):
+    engine, _ = make_token_engine()
     prompt = (7, 8, 9)
     expected = expected_tokens(prompt, 8)
     stop = next(i for i in range(1, 8) if expected[i] not in expected[:i])
@@ -57,8 +45,8 @@ def test_eos_and_stop_tokens_end_the_request(make_engine, make_request, expected
     assert chunk.finish_reason is FinishReason.STOP
 
 
-def test_context_length_ends_the_request(make_engine, make_request):
-    engine, _ = make_engine(max_model_len=10)
+def test_context_length_ends_the_request(make_token_engine, make_request):
+    engine, _ = make_token_engine(max_model_len=10)
     [chunk] = engine.generate([make_request(range(6), max_tokens=100)])
     assert len(chunk.token_ids) == 4
     assert chunk.finish_reason is FinishReason.LENGTH
@@ -66,17 +54,53 @@ def test_context_length_ends_the_request(make_engine, make_request):
 
 @pytest.mark.parametrize(
     ("prompt", "error"),
-    [((), InvalidRequestError), ((50,), InvalidRequestError), (range(40), ContextLengthError)],
+    [
+        ((), InvalidRequestError),
+        ((50,), InvalidRequestError),
+        ((3, -1), InvalidRequestError),
+        (range(40), ContextLengthError),
+    ],
 )
-def test_bad_requests_are_refused_and_leave_nothing(make_engine, make_request, prompt, error):
-    engine, _ = make_engine(num_blocks=8)
+def test_bad_requests_are_refused_and_leave_nothing(make_token_engine, make_request, prompt, error):
+    engine, _ = make_token_engine(num_blocks=8)
     with pytest.raises(error):
         engine.add_request(make_request(prompt))
     assert not engine.has_unfinished_requests
 
 
-def test_shared_prefix_is_computed_once(make_engine, make_request, expected_tokens):
-    engine, executor = make_engine()
+def test_an_id_that_is_here_already_is_refused(make_token_engine, make_request, expected_tokens):
+    engine, _ = make_token_engine()
+    request = make_request([1, 2, 3], max_tokens=4)
+    engine.add_request(request)
+    for _ in range(2):  # waiting, then decoding
+        with pytest.raises(InvalidRequestError, match="already here"):
+            engine.add_request(request)
+        engine.step()
+    assert len(drain(engine)["r"]) == 2
+    assert engine.generate([request])[0].token_ids == expected_tokens((1, 2, 3), 4)
+
+
+def test_a_step_that_raises_ends_its_requests_and_no_other(
+    make_token_engine, make_request, expected_tokens
+):
+    engine, executor = make_token_engine(max_num_seqs=1)
+    execute = executor.execute
+
+    def broken(batch):
+        raise RuntimeError("no device")
+
+    executor.execute = broken
+    engine.add_request(make_request([1, 2], request_id="a", num_choices=1))
+    engine.add_request(make_request([3, 4], request_id="b", max_tokens=4))
+    with pytest.raises(RuntimeError, match="no device"):
+        engine.step()
+    assert_nothing_held(engine)
+    executor.execute = execute
+    assert tuple(drain(engine)["b"]) == expected_tokens((3, 4), 4)
+
+
+def test_shared_prefix_is_computed_once(make_token_engine, make_request, expected_tokens):
+    engine, executor = make_token_engine()
     prompt = tuple(range(20))
     engine.generate([make_request(prompt, request_id="a")])
     executor.batch_sizes.clear()
@@ -85,16 +109,16 @@ def test_shared_prefix_is_computed_once(make_engine, make_request, expected_toke
     assert chunk.token_ids == expected_tokens((*prompt, 3), 2)
 
 
-def test_generated_tokens_are_cached_for_the_next_turn(make_engine, make_request):
-    engine, executor = make_engine()
+def test_generated_tokens_are_cached_for_the_next_turn(make_token_engine, make_request):
+    engine, executor = make_token_engine()
     [first] = engine.generate([make_request(range(4), request_id="a", max_tokens=9)])
     executor.batch_sizes.clear()
     engine.generate([make_request((*range(4), *first.token_ids, 1), request_id="b", max_tokens=1)])
     assert executor.batch_sizes == [2], "4 + 8 tokens had full blocks"
 
 
-def test_salts_never_share(make_engine, make_request):
-    engine, executor = make_engine()
+def test_salts_never_share(make_token_engine, make_request):
+    engine, executor = make_token_engine()
     request = make_request(range(20), request_id="a", max_tokens=1)
     engine.generate([request])
     executor.batch_sizes.clear()
@@ -103,8 +127,8 @@ def test_salts_never_share(make_engine, make_request):
     assert sum(executor.batch_sizes) == 20
 
 
-def test_a_sequence_without_a_number_fails_alone(make_engine, make_request, expected_tokens):
-    engine, executor = make_engine()
+def test_a_sequence_without_a_number_fails_alone(make_token_engine, make_request, expected_tokens):
+    engine, executor = make_token_engine()
     execute, batches = executor.execute, []
 
     def poisoned(batch):
@@ -149,10 +173,17 @@ REQUESTS = st.lists(
     caching=st.booleans(),
 )
 def test_any_mix_gives_each_request_its_own_tokens(
-    make_engine, make_request, expected_tokens, requests, num_blocks, budget, max_num_seqs, caching
+    make_token_engine,
+    make_request,
+    expected_tokens,
+    requests,
+    num_blocks,
+    budget,
+    max_num_seqs,
+    caching,
 ):
     """8 blocks of 4 hold one maximal request: the others wait, are preempted and come back."""
-    engine, _ = make_engine(
+    engine, _ = make_token_engine(
         num_blocks=num_blocks,
         max_num_batched_tokens=max(budget, max_num_seqs + 1),
         max_num_seqs=max_num_seqs,

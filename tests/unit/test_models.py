@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
 
 from core.errors import ConfigError, ModelLoadError
-from core.model_config import load_model_config
+from core.model_files import load_model_config
 from engine.models.interface import model_class
 from engine.weights.loader import load_weights, open_checkpoint
 from parallel.groups import Placement, SingleRank
@@ -55,7 +55,7 @@ def test_gemma_rounds_where_transformers_rounds(make_hf_model, tmp_path):
     ours = model_class(read)(model_class(read).configure(read), placement=cpu)
     load_weights(ours, open_checkpoint(str(tmp_path)))
     ids = torch.arange(101)
-    embedded = ours.embed(ids)
+    embedded = ours.embed(ids, torch.arange(len(ids)))
     assert torch.equal(embedded, half.model.embed_tokens(ids))
     assert torch.equal(ours.normalize(embedded), half.model.norm(embedded))
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from core.config import CacheConfig, EngineConfig, SchedulerConfig
 from core.errors import ContextLengthError, InternalError, InvalidRequestError, ModelLoadError
-from core.model_config import load_model_config
+from core.model_files import load_model_config
 from core.request import GenerateRequest
 from core.sampling_params import SamplingParams
 from engine.batch import Pooling

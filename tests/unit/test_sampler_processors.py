@@ -229,12 +229,16 @@ def test_a17_a_row_with_every_token_barred_says_so_and_fails_alone(temperature, 
     assert other.token_id is not None
 
 
-def test_a17_bad_words_that_bar_all_allowed_tokens_are_refused():
+def test_a17_what_leaves_no_allowed_token_is_refused(make_request):
     """API case A17: what is hopeless from the start is the request's fault."""
-    with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(allowed_token_ids=(3, 4), bad_words=((4,), (3,), (1, 2)))
-    assert caught.value.param == "allowed_token_ids"
-    SamplingParams(allowed_token_ids=(3, 4), bad_words=((4,), (1, 3)))
+    for hopeless in (
+        {"bad_words": ((4,), (3,), (1, 2))},
+        {"bad_words": ((4,),), "stop_token_ids": (3,), "min_tokens": 1},
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            make_request([1], allowed_token_ids=(3, 4), **hopeless).check(50)
+        assert caught.value.param == "allowed_token_ids"
+    make_request([1], allowed_token_ids=(3, 4), bad_words=((4,), (1, 3))).check(50)
 
 
 # The same words mean the same in transformers.

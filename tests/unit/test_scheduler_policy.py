@@ -7,21 +7,10 @@ import pytest
 from core.prefix import hash_root
 from engine.batch import Pooling, SequenceResult
 from engine.block_pool import BlockPool
-from engine.llm_engine import LLMEngine
 from engine.scheduler import PrefillScheduler
 from engine.sequence import Sequence
 
 ROOT = hash_root(model="m", salt="")
-
-
-@pytest.fixture(scope="module")
-def make_engine(token_executor, engine_config):
-    def make(**sizes):
-        config = engine_config(**sizes)
-        executor = token_executor(config.cache.num_blocks, config.cache.block_size)
-        return LLMEngine(config, executor), executor
-
-    return make
 
 
 @pytest.fixture
@@ -45,8 +34,8 @@ def run(engine, limit=500):
     return first, last, tokens
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(make_engine, make_request):
-    engine, executor = make_engine(num_blocks=200)
+def test_a_short_prompt_does_not_wait_for_a_long_one(make_token_engine, make_request):
+    engine, executor = make_token_engine(num_blocks=200)
     engine.add_request(make_request([1] * 400, request_id="long", max_tokens=1))
     engine.step()
     for i in range(4):
@@ -57,9 +46,9 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(make_engine, make_request):
     assert executor.batch_sizes[:-1] == [16] * (len(executor.batch_sizes) - 1), "no step is wasted"
 
 
-def test_a_long_prompt_takes_at_most_twice_its_time_beside_a_flood(make_engine, make_request):
+def test_a_long_prompt_takes_at_most_twice_its_time_beside_a_flood(make_token_engine, make_request):
     """Short prompts without end: half of each step is the long one's."""
-    engine, _ = make_engine(num_blocks=200)
+    engine, _ = make_token_engine(num_blocks=200)
     engine.add_request(make_request([1] * 160, request_id="long", max_tokens=1))
     for step in range(21):
         for i in range(4):
@@ -79,8 +68,8 @@ def test_equal_prompts_go_one_after_another(scheduler, make_request):
     assert [(s.request_id, len(s.token_ids)) for s in shares] == [("0", 16)]
 
 
-def test_nobody_overtakes_a_prompt_that_waits_for_memory(make_engine, make_request):
-    engine, _ = make_engine(num_blocks=10)
+def test_nobody_overtakes_a_prompt_that_waits_for_memory(make_token_engine, make_request):
+    engine, _ = make_token_engine(num_blocks=10)
     engine.add_request(make_request([1] * 20, request_id="running", max_tokens=12))
     engine.step()
     engine.step()
@@ -91,8 +80,8 @@ def test_nobody_overtakes_a_prompt_that_waits_for_memory(make_engine, make_reque
     assert first["large"] <= first["small"] + 1, "admitted first, but it takes two steps"
 
 
-def test_priorities_order_the_line(make_engine, make_request):
-    engine, _ = make_engine(max_num_seqs=1)
+def test_priorities_order_the_line(make_token_engine, make_request):
+    engine, _ = make_token_engine(max_num_seqs=1)
     for i, priority in enumerate([5, 0, -3, 0]):
         engine.add_request(make_request([i], request_id=f"{i}", priority=priority, max_tokens=2))
     first, _, _ = run(engine)
@@ -100,9 +89,9 @@ def test_priorities_order_the_line(make_engine, make_request):
 
 
 def test_a_more_important_request_takes_the_blocks_of_a_less_important_one(
-    make_engine, make_request, expected_tokens
+    make_token_engine, make_request, expected_tokens
 ):
-    engine, _ = make_engine(num_blocks=8)
+    engine, _ = make_token_engine(num_blocks=8)
     engine.add_request(make_request([1] * 12, request_id="batch", priority=9, max_tokens=16))
     for _ in range(6):
         engine.step()
@@ -116,8 +105,23 @@ def test_a_more_important_request_takes_the_blocks_of_a_less_important_one(
     assert tuple(tokens["batch"]) == whole[-len(tokens["batch"]) :], "it lost nothing"
 
 
-def test_equal_priority_never_takes_anothers_place(make_engine, make_request):
-    engine, _ = make_engine(num_blocks=8)
+def test_nobody_is_stopped_in_vain(make_token_engine, make_request):
+    """All less important answers together would not make room."""
+    engine, _ = make_token_engine(num_blocks=14)
+    engine.add_request(make_request([1] * 28, request_id="top", priority=0, max_tokens=8))
+    engine.add_request(make_request([2] * 4, request_id="low", priority=9, max_tokens=8))
+    for _ in range(4):
+        engine.step()
+    engine.add_request(make_request([3] * 30, request_id="middle", priority=5, max_tokens=1))
+    for _ in range(3):
+        engine.step()
+        assert engine.kv_usage.num_preemptions == 0
+    _, last, _ = run(engine)
+    assert last["top"] <= last["middle"]
+
+
+def test_equal_priority_never_takes_anothers_place(make_token_engine, make_request):
+    engine, _ = make_token_engine(num_blocks=8)
     engine.add_request(make_request([1] * 12, request_id="a", max_tokens=16))
     for _ in range(3):
         engine.step()
@@ -127,8 +131,8 @@ def test_equal_priority_never_takes_anothers_place(make_engine, make_request):
     assert engine.kv_usage.num_preemptions == 0
 
 
-def test_the_least_important_and_youngest_is_preempted(make_engine, make_request):
-    engine, _ = make_engine(num_blocks=9, max_num_batched_tokens=64)
+def test_the_least_important_and_youngest_is_preempted(make_token_engine, make_request):
+    engine, _ = make_token_engine(num_blocks=9, max_num_batched_tokens=64)
     for name, priority in (("old", 0), ("urgent", -1), ("young", 0)):
         engine.add_request(
             make_request([priority + 2] * 8, request_id=name, priority=priority, max_tokens=15)
@@ -138,9 +142,9 @@ def test_the_least_important_and_youngest_is_preempted(make_engine, make_request
     assert last["urgent"] <= last["old"] < last["young"]
 
 
-def test_the_pool_is_full_before_anybody_is_preempted(make_engine, make_request):
+def test_the_pool_is_full_before_anybody_is_preempted(make_token_engine, make_request):
     """And inside the blocks less than one is wasted per sequence."""
-    engine, _ = make_engine(num_blocks=100, max_num_seqs=64, max_num_batched_tokens=512)
+    engine, _ = make_token_engine(num_blocks=100, max_num_seqs=64, max_num_batched_tokens=512)
     for i in range(40):
         engine.add_request(make_request([i] * (3 + i % 9), request_id=f"{i}", max_tokens=30))
     while engine.has_unfinished_requests:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.errors import ModelLoadError
-from core.model_config import load_model_config
+from core.model_files import load_model_config
 from engine.models.interface import model_class
 from engine.weights.loader import load_weights, open_checkpoint, weight_slots
 from parallel.groups import Placement, SingleRank

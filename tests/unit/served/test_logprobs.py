@@ -308,10 +308,14 @@ async def test_openai_client_reads_logprobs_and_sends_logit_bias(world):
             **CHAT, logprobs=True, top_logprobs=1, logit_bias={"65": -100}
         )
         text = await client.completions.create(model="m", prompt="x", logprobs=1, echo=True)
+        stream = await client.completions.create(model="m", prompt="x", logprobs=1, stream=True)
+        streamed = [e async for e in stream]
     content = chat.choices[0].logprobs.content
     assert [entry.token for entry in content] == ["o", "k", "</s>"]
     assert content[0].bytes == [ord("o")]
     assert len(content[0].top_logprobs) == 1
     assert world["prefill-0"].requests[0].sampling.logit_bias == ((65, -100.0),)
     assert text.choices[0].logprobs.tokens == ["x", "o", "k", "</s>"]
+    parts = [event.choices[0].logprobs for event in streamed]
+    assert [token for part in parts if part for token in part.tokens] == ["o", "k", "</s>"]
     assert text.choices[0].logprobs.text_offset == [0, 1, 2, 3]

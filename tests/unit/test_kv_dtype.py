@@ -9,8 +9,7 @@ from hypothesis.extra.numpy import arrays
 
 from core.config import CacheConfig, EngineConfig, SchedulerConfig
 from core.errors import ConfigError
-from core.kv import KV_DTYPES as NAMES
-from core.kv import KVLayout
+from core.kv import KV_DTYPE_BYTES, KVLayout
 from core.sampling_params import SamplingParams
 from deploy.config_file import engine_config, load_settings
 from deploy.model_source import ResolvedModel
@@ -24,7 +23,7 @@ from kv_transfer.pack import StagingBuffer, digest, gather_blocks, scatter_block
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 200
 INT8, FP8 = KV_DTYPES["int8"], KV_DTYPES["fp8"]
-ROUNDED = [name for name in NAMES if name != "float32"]
+ROUNDED = [name for name in KV_DTYPE_BYTES if name != "float32"]
 SCALED = [name for name, kv_dtype in KV_DTYPES.items() if kv_dtype.is_scaled]
 
 rows_of_numbers = arrays(
@@ -54,7 +53,7 @@ def test_fp8_keeps_four_bits_of_each_number_and_more_of_none_than_the_least_step
     assert ((read_back("fp8", rows) - rows).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KV_DTYPE_BYTES)
 @settings(deadline=None)
 @given(rows=rows_of_numbers)
 def test_a_row_depends_on_nothing_beside_it_and_reads_the_same_once_stored(name, rows):
@@ -113,7 +112,7 @@ def make_layout(dtype, head_dim=64):
 
 
 def test_both_tables_name_the_same_types():
-    assert set(NAMES) == set(KV_DTYPES)
+    assert set(KV_DTYPE_BYTES) == set(KV_DTYPES)
     assert len({kv_dtype.storage for kv_dtype in KV_DTYPES.values()}) == len(KV_DTYPES)
 
 
@@ -170,7 +169,7 @@ def make_runner_of(folder):
 
 @pytest.fixture(scope="module")
 def runners(make_runner_of):
-    return {name: make_runner_of(name) for name in NAMES}
+    return {name: make_runner_of(name) for name in KV_DTYPE_BYTES}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -218,7 +217,7 @@ def assert_same_up_to_rounding(name, got, expected):
     return worst
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KV_DTYPE_BYTES)
 def test_no_chunking_or_mixture_can_be_told_from_the_outputs(runners, drive, prompts, name):
     """What decode and chunks read from the cache, a prefill of everything at once sees too."""
     runner = runners[name]
@@ -272,7 +271,7 @@ def test_a_copied_block_is_the_block(runners, prompts, name):
     assert torch.equal(runner.kv_cache.tensor[:, :, 4], before)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KV_DTYPE_BYTES)
 def test_a_hand_over_moves_numbers_and_scales(runners, make_runner_of, prompts, name):
     prefill, decode, prompt = runners[name], make_runner_of(name), prompts[6]
     expected, there = greedy(prefill, prompt, range(20), 12, 0)
