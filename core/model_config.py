@@ -33,6 +33,18 @@ class RopeScaling:
     divisors: tuple[float, ...] = ()
     """longrope: of each frequency. Empty: the checkpoint brings them as a tensor (GGUF)."""
 
+    def __post_init__(self) -> None:
+        if self.factor <= 0:
+            raise ModelLoadError(f"the rope scaling factor is {self.factor}; it must be positive")
+        if self.kind in ("yarn", "llama3") and self.original_max_position_embeddings < 2:
+            raise ModelLoadError(
+                f"original_max_position_embeddings is {self.original_max_position_embeddings}; "
+                f"{self.kind} scaling needs at least 2"
+            )
+
+
+MAX_REAL = 1e30
+
 
 class ModelSettings:
     """A model's own settings by Hugging Face's names. Every getter raises ModelLoadError when the
@@ -55,7 +67,10 @@ class ModelSettings:
 
     def real(self, name: str, default: float | None = None) -> float:
         value = self._values.get(name)
-        return float(self._get(name, int if isinstance(value, int) else float, default))
+        found = self._get(name, int if isinstance(value, int) else float, default)
+        if not -MAX_REAL <= found <= MAX_REAL:  # nor NaN
+            raise ModelLoadError(f"setting {name} is out of range: {value!r}")
+        return float(found)
 
     def optional_real(self, name: str) -> float | None:
         return self.real(name) if name in self else None
@@ -85,10 +100,13 @@ class ModelSettings:
         return ModelSettings(self._get(name, dict, {}))
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Hugging Face writes one id, a list of ids, or null."""
+        """Hugging Face writes one id, a list of ids, or null; a negative one stands for none."""
         value = self._values.get(name)
-        ids = value if isinstance(value, list) else [value]
-        return tuple(item for item in ids if isinstance(item, int))
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for item in ids:
+            if not isinstance(item, int) or isinstance(item, bool) or item > MAX_SIZE:
+                raise ModelLoadError(f"setting {name} is no token id: {item!r}")
+        return tuple(item for item in ids if item >= 0)
 
     def _get(self, name: str, kind: type[T], default: T | None) -> T:
         value = self._values.get(name)
@@ -99,6 +117,8 @@ class ModelSettings:
         return value
 
 
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 4096
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -169,9 +189,16 @@ class ModelConfig:
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ModelLoadError(f"{name} is {getattr(self, name)}; it must be positive")
+        limits = dict.fromkeys(_SIZES, (1, MAX_SIZE))
+        limits |= {"num_layers": (1, MAX_LAYERS), "rotary_dim": (0, self.head_dim)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ModelLoadError(f"{name} is {value}; it must be between {low} and {high}")
+        if not all(window is None or 1 <= window <= MAX_SIZE for window in self.sliding_windows):
+            raise ModelLoadError(f"sliding windows must be positive: {self.sliding_windows}")
+        if self.rope_theta <= 1:
+            raise ModelLoadError(f"rope_theta is {self.rope_theta}; it must be above 1")
         if self.num_attention_heads % self.num_kv_heads:
             raise ModelLoadError(
                 f"{self.num_attention_heads} heads cannot share {self.num_kv_heads} kv heads evenly"

@@ -30,7 +30,7 @@ def load_model_config(model_path: str) -> ModelConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: not readable JSON ({error})") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: not a JSON object")
@@ -247,10 +247,13 @@ def _fingerprint(path: Path) -> str:
     )
     digest = blake2b(digest_size=16)
     for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode() if path.is_dir() else str(size).encode())
-        with file.open("rb") as stream:
-            for i in range(17):  # head, tail and 15 places between
-                stream.seek(max(0, size - 65536) * i // 16)
-                digest.update(stream.read(65536))
+        try:
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size}".encode() if path.is_dir() else str(size).encode())
+            with file.open("rb") as stream:
+                for i in range(17):  # head, tail and 15 places between
+                    stream.seek(max(0, size - 65536) * i // 16)
+                    digest.update(stream.read(65536))
+        except OSError as error:
+            raise ModelLoadError(f"{file}: not readable ({error.strerror})") from error
     return digest.hexdigest()

@@ -12,7 +12,7 @@ from enum import StrEnum
 from core.errors import InvalidRequestError, TwostrokeError
 from core.kv import KVHandle
 from core.lifetime import DecodeTimes, PrefillTimes
-from core.sampling_params import SamplingParams, check_token_ids
+from core.sampling_params import MAX_COUNT, SamplingParams, check_token_ids
 
 MAX_CHOICES = 128
 
@@ -72,6 +72,10 @@ class GenerateRequest:
         check_token_ids(self.token_ids, vocab_size, "prompt")
         if self.num_remaining_tokens < 1:
             raise InvalidRequestError("no output token is left to generate", param="max_tokens")
+        for name in ("priority", "choice_index"):
+            value = getattr(self, name)
+            if type(value) is not int or abs(value) > MAX_COUNT:
+                raise InvalidRequestError(f"{name} must be a 31-bit integer", param=name)
         if not 1 <= self.num_choices <= MAX_CHOICES:
             raise InvalidRequestError(f"n must be between 1 and {MAX_CHOICES}", param="n")
         self.sampling.check_vocabulary(vocab_size)

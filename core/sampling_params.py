@@ -36,7 +36,11 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> 
 
 
 def _is_token_id(value: int) -> bool:
-    return 0 <= value <= MAX_COUNT
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def _is_bias(value: float) -> bool:
+    return type(value) in (int, float) and -100.0 <= value <= 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +86,18 @@ class SamplingParams:
     """The same of each prompt token but the first."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         self._check_numbers()
         self._check_tokens()
+
+    def _check_kinds(self) -> None:
+        """What callers in Python may get wrong; over the wire kinds are fixed."""
+        for name in ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            optional = value is None and name.endswith("logprobs")
+            _require(optional or type(value) is int, name, f"{name} must be an integer")
+        for name, _, _ in _RANGES:
+            _require(type(getattr(self, name)) in (int, float), name, f"{name} must be a number")
 
     def _check_numbers(self) -> None:
         for name, low, high in _RANGES:
@@ -118,7 +132,9 @@ class SamplingParams:
             )
         _require(
             len(self.logit_bias) <= MAX_LOGIT_BIAS
-            and all(_is_token_id(t) and -100.0 <= bias <= 100.0 for t, bias in self.logit_bias),
+            and all(
+                _is_token_id(token_id) and _is_bias(bias) for token_id, bias in self.logit_bias
+            ),
             "logit_bias",
             f"logit_bias must be at most {MAX_LOGIT_BIAS} pairs of a token id and a number "
             "in [-100, 100]",

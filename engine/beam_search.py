@@ -19,6 +19,8 @@ from core.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence as EngineSequence
 
+MAX_LENGTH_PENALTY = 10
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
@@ -32,9 +34,18 @@ class BeamSearchParams:
     the worst of them at its present length; "never": at its best possible length."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.beam_width <= MAX_CHOICES:
+        if not isinstance(self.beam_width, int) or not 1 <= self.beam_width <= MAX_CHOICES:
             raise InvalidRequestError(
                 f"beam_width must be between 1 and {MAX_CHOICES}", param="beam_width"
+            )
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:  # nor NaN
+            raise InvalidRequestError(
+                f"length_penalty must be in [-{MAX_LENGTH_PENALTY}, {MAX_LENGTH_PENALTY}]",
+                param="length_penalty",
+            )
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequestError(
+                'early_stopping must be true, false or "never"', param="early_stopping"
             )
 
 
@@ -78,7 +89,7 @@ class Hypotheses:
     @property
     def num_candidates(self) -> int:
         """Of each beam: so many that beam_width are left if all others end."""
-        return max(2, 1 + len(self._eos)) * self._params.beam_width
+        return self._params.beam_width + len(self._eos)
 
     def advance(
         self, beams: Sequence[tuple[int, ...]], candidates: Sequence[Continuation]
@@ -86,7 +97,7 @@ class Hypotheses:
         """One step: `beams` are the live beams' output tokens, `candidates` continue them. Returns
         the next live beams, best first; none when the search is over."""
         width, num_tokens = self._params.beam_width, len(beams[0]) + 1
-        best = sorted(candidates, key=lambda c: -c.score)[: self.num_candidates]
+        best = sorted(candidates, key=lambda c: -c.score)
         live = [c for c in best if self._end(c.token_id, num_tokens) is None]
         self._add(
             Answer(

@@ -15,7 +15,7 @@ time it is given out anew, so a reference that carries (id, generation) goes sta
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -95,9 +95,14 @@ class BlockPool:
         """How many of these count as available now and would not after `share`."""
         return sum(self._blocks[block_id].idle for block_id in block_ids)
 
-    def num_freed_by(self, block_ids: Iterable[Iterable[int]]) -> int:
-        """How many blocks would be available if these lists of owned blocks were freed."""
+    def num_freed_by(
+        self, block_ids: Iterable[Iterable[int]], besides: Collection[int] = ()
+    ) -> int:
+        """How many blocks would be available if these lists of owned blocks were freed; `besides`
+        are not counted."""
         dropped = Counter(chain.from_iterable(block_ids))
+        for block_id in besides:
+            del dropped[block_id]
         return sum(
             self._blocks[block_id].ref_cnt == count and not self._blocks[block_id].lease_cnt
             for block_id, count in dropped.items()

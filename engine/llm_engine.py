@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -151,19 +152,26 @@ class LLMEngine:
         victims = self._decode.less_important_than(head)
         if not victims or self._prefill.fits(head, self._reserved()):
             return
-        if not self._prefill.fits(head, self._reserved(victims)):
+        if not self._would_fit(head, victims):
             return
         while not self._prefill.fits(head, self._reserved()):
             victim = victims.pop()
             self._decode.preempt(victim)
             self._requeue([victim])
 
-    def _reserved(self, without: Sequence[EngineSequence] = ()) -> Reserved:
-        """Each running answer takes a token of the step and may grow by a block. `without` those
-        that would be preempted."""
-        num_seqs = len(self._decode.running) - len(without)
-        num_freed = self.pool.num_freed_by(s.block_ids for s in without)
-        return Reserved(num_tokens=num_seqs, num_blocks=num_seqs - num_freed, num_seqs=num_seqs)
+    def _would_fit(self, head: EngineSequence, victims: list[EngineSequence]) -> bool:
+        """Once these are preempted. Blocks that head would share with them are no gain."""
+        num_seqs = len(self._decode.running) - len(victims)
+        num_freed = self.pool.num_freed_by(
+            [victim.block_ids for victim in victims], besides=self._prefill.cached_blocks(head)
+        )
+        reserved = Reserved(num_tokens=num_seqs, num_blocks=num_seqs - num_freed, num_seqs=num_seqs)
+        return self._prefill.fits(head, reserved)
+
+    def _reserved(self) -> Reserved:
+        """Each running answer takes a token of the step and may grow by a block."""
+        num_seqs = len(self._decode.running)
+        return Reserved(num_tokens=num_seqs, num_blocks=num_seqs, num_seqs=num_seqs)
 
     def _requeue(self, preempted: list[EngineSequence]) -> None:
         self._num_preemptions += len(preempted)
@@ -177,6 +185,12 @@ class LLMEngine:
     def add_beam_search(self, request: GenerateRequest, params: BeamSearchParams) -> None:
         """Its choices come all at once, best first, in the step that ends the search. Raises as
         add_request, and for sampling parameters that a search has no use for."""
+        if params.beam_width > self.model_config.vocab_size:
+            raise InvalidRequestError(
+                f"beam_width is {params.beam_width}, the vocabulary has only "
+                f"{self.model_config.vocab_size} tokens",
+                param="beam_width",
+            )
         sequence = self._sequence(request)
         group = BeamGroup.start(request, params, sequence, self.max_model_len)
         self._beams[request.key] = group
@@ -201,8 +215,11 @@ class LLMEngine:
 
     def _check_new(self, key: RequestKey) -> None:
         """Outputs are told apart by it."""
-        if key in self._beams or self._prefill.has(key) or self._decode.has(key):
+        if self._has(key):
             raise InvalidRequestError(f"request {key[0]!r} is already here", param="request_id")
+
+    def _has(self, key: RequestKey) -> bool:
+        return key in self._beams or self._prefill.has(key) or self._decode.has(key)
 
     def _root(self, cache_salt: str) -> BlockHash:
         return hash_root(model=self._executor.layout.model, salt=cache_salt)
@@ -237,14 +254,26 @@ class LLMEngine:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[TokenChunk]:
         """Run all requests to their end; one chunk per choice, in the order of `requests` and
         choices. Raises the first error any of them ends with."""
-        for request in requests:
-            self.add_request(request)
-        return self._run(requests)
+        with self._aborting(requests):
+            for request in requests:
+                self.add_request(request)
+            return self._run(requests)
 
     def beam_search(self, request: GenerateRequest, params: BeamSearchParams) -> list[TokenChunk]:
         """The `num_choices` best answers, best first."""
-        self.add_beam_search(request, params)
-        return self._run([request])
+        with self._aborting([request]):
+            self.add_beam_search(request, params)
+            return self._run([request])
+
+    @contextmanager
+    def _aborting(self, requests: Sequence[GenerateRequest]) -> Iterator[None]:
+        """Whatever is raised, none of `requests` stays behind. One that was here before does."""
+        new = [request.key for request in requests if not self._has(request.key)]
+        try:
+            yield
+        finally:
+            for key in new:
+                self.abort(*key)
 
     def _run(self, requests: Sequence[GenerateRequest]) -> list[TokenChunk]:
         chunks: dict[tuple[str, int], list[TokenChunk]] = defaultdict(list)

@@ -85,7 +85,6 @@ class TokenExecutor:
             head_dim=1,
             max_model_len=max_model_len,
             norm_eps=1e-6,
-            rope_theta=1.0,
         )
         self.batch_sizes: list[int] = []
 

@@ -123,7 +123,10 @@ def _gemma(config: ModelConfig, *, pattern: int) -> ModelConfig:
 
 def _query_scalar(config: ModelConfig) -> float:
     if not config.is_gguf:
-        return config.settings.real("query_pre_attn_scalar", 256.0)
+        scalar = config.settings.real("query_pre_attn_scalar", 256.0)
+        if scalar <= 0:
+            raise ModelLoadError(f"query_pre_attn_scalar is {scalar}; it must be positive")
+        return scalar
     if config.num_layers in LAYERS_OF_27B:
         return config.hidden_size / config.num_attention_heads
     return config.head_dim

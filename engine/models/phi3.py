@@ -81,6 +81,8 @@ def _long_rope(config: ModelConfig) -> RopeScaling | None:
 def _attention_factor(config: ModelConfig, rope: ModelSettings) -> float:
     """The paper's: more entropy in longer texts, however long the ones that are served."""
     original = _original_len(config)
+    if original < 2:
+        raise ModelLoadError(f"original_max_position_embeddings is {original}; it must be above 1")
     scale = rope.real("factor", config.max_model_len / original)
     return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
 

@@ -118,5 +118,5 @@ def _barred_token_ids(spec: SampleSpec, vocab_size: int) -> list[int]:
         if output[len(output) - len(word) + 1 :] == word[:-1]
     ]
     # An EOS that a tokenizer has and the model has not cannot be chosen anyway.
-    ending = [token_id for token_id in spec.barred_token_ids if token_id < vocab_size]
+    ending = [token_id for token_id in spec.barred_token_ids if 0 <= token_id < vocab_size]
     return completing + ending

@@ -67,9 +67,10 @@ class PrefillScheduler:
         self, now: float, reserved: Reserved = NOTHING_RESERVED
     ) -> list[ScheduledSequence]:
         """Shares of one step."""
-        budget = self._config.max_num_batched_tokens - reserved.num_tokens
-        if budget <= 0 or self.idle:
+        if self.idle:
             return []
+        # One token at least: prompts go on however many answers there are.
+        budget = max(self._config.max_num_batched_tokens - reserved.num_tokens, 1)
         first, *others = self._in_turn()
         if not self._is_running(first, now, reserved):  # then nobody may overtake it
             if not self.running:
@@ -126,20 +127,21 @@ class PrefillScheduler:
         num_seqs = reserved.num_seqs + sum(running.num_choices for running in self.running)
         if num_seqs and num_seqs + sequence.num_choices > self._config.max_num_seqs:
             return False
-        cached = self._cached_blocks(sequence)
+        cached = self.cached_blocks(sequence)
         num_new = self._pool.num_blocks_for(len(sequence.token_ids)) - len(cached)
         num_taken = num_new + self._pool.num_idle(cached)
         return num_taken + reserved.num_blocks <= self._pool.num_available
 
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """The last token is always computed, since its logits are what is wanted."""
+    def cached_blocks(self, sequence: Sequence) -> list[int]:
+        """What it would find in the prefix cache. Its last token is always computed, since its
+        logits are what is wanted."""
         pool, num_tokens = self._pool, len(sequence.token_ids)
         num_full = (num_tokens - 1) // pool.block_size if sequence.may_read_cache else 0
         return pool.match_prefix(sequence.hashes(num_full, pool.block_size))
 
     def _take_blocks(self, sequence: Sequence) -> None:
         """Blocks for all known tokens: cached ones shared, others new."""
-        pool, cached = self._pool, self._cached_blocks(sequence)
+        pool, cached = self._pool, self.cached_blocks(sequence)
         pool.share(cached)
         new = pool.allocate(pool.num_blocks_for(len(sequence.token_ids)) - len(cached))
         assert new is not None, "the pool said there was room"

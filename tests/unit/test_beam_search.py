@@ -186,6 +186,26 @@ def test_choices_are_numbered_from_the_requests_own(make_engine, make_request):
 
 
 @pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("length_penalty", 1e4),
+        ("length_penalty", float("nan")),
+        ("early_stopping", "soon"),
+        ("beam_width", 2.5),
+    ],
+)
+def test_impossible_settings_are_refused(param, value):
+    with pytest.raises(InvalidRequestError) as caught:
+        BeamSearchParams(**{"beam_width": 2, param: value})
+    assert caught.value.param == param
+
+
+def test_more_beams_than_tokens_are_refused(make_engine, make_request):
+    with pytest.raises(InvalidRequestError, match="only 101 tokens"):
+        make_engine(num_blocks=8).beam_search(make_request([1]), BeamSearchParams(beam_width=102))
+
+
+@pytest.mark.parametrize(
     "sampling", [{"logprobs": 1}, {"min_tokens": 2}, {"logit_bias": ((1, 2.0),)}, {"top_p": 0.5}]
 )
 def test_what_a_search_would_ignore_is_refused(make_engine, make_request, sampling):

@@ -99,6 +99,15 @@ def test_a_step_that_raises_ends_its_requests_and_no_other(
     assert tuple(drain(engine)["b"]) == expected_tokens((3, 4), 4)
 
 
+def test_generate_leaves_nothing_behind_when_it_raises(make_token_engine, make_request):
+    engine, _ = make_token_engine()
+    good = make_request([1, 2], request_id="good")
+    with pytest.raises(InvalidRequestError):
+        engine.generate([good, make_request([99], request_id="bad")])
+    assert not engine.has_unfinished_requests
+    assert engine.generate([good])[0].token_ids
+
+
 def test_shared_prefix_is_computed_once(make_token_engine, make_request, expected_tokens):
     engine, executor = make_token_engine()
     prompt = tuple(range(20))

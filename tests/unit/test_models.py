@@ -196,6 +196,18 @@ def test_older_names_of_longrope(
         ("llama2", {"rope_parameters": {"rope_type": "longrope"}}, "0 rope factors for 4"),
         ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama2", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("llama2", {"rope_parameters": None, "rope_theta": 1.0}, "rope_theta"),
+        ("llama2", {"rope_parameters": None, "rope_theta": float("nan")}, "rope_theta"),
+        ("llama2", {"num_hidden_layers": 2**31}, "num_layers"),
+        ("llama2", {"vocab_size": 2**62}, "vocab_size"),
+        ("mistral", {"sliding_window": 10**30}, "sliding"),
+        ("phi4-mini", {"partial_rotary_factor": 1.5}, "rotary"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
+        (
+            "llama2",
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings",
+        ),
         ("llama2", {"rms_norm_eps": None}, "config.json.*rms_norm_eps"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
         ("gemma2", {"layer_types": ["full_attention"] * 2}, "2 attention kinds for 3 layers"),
@@ -220,3 +232,19 @@ def test_what_we_would_run_wrongly_is_refused(
     change_config(tmp_path, change)
     with pytest.raises(ConfigError, match=message):
         make_runner(str(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", ["x", [[1]], 2**40, True])
+def test_ids_that_are_none_are_refused(make_hf_model, change_config, tmp_path, wrong):
+    make_hf_model("llama2").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    change_config(tmp_path, {"eos_token_id": wrong})
+    with pytest.raises(ModelLoadError, match="eos_token_id"):
+        load_model_config(str(tmp_path))
+
+
+def test_a_negative_id_stands_for_none(make_hf_model, change_config, tmp_path):
+    make_hf_model("llama2").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    change_config(tmp_path, {"eos_token_id": [-1, 7]})
+    assert load_model_config(str(tmp_path)).eos_token_ids == (7,)

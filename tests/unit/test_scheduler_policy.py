@@ -120,6 +120,31 @@ def test_nobody_is_stopped_in_vain(make_token_engine, make_request):
     assert last["top"] <= last["middle"]
 
 
+@pytest.mark.parametrize("length", [13, 14, 15, 16])
+def test_a_prefix_that_only_the_victim_holds_is_no_gain(
+    make_token_engine, make_request, expected_tokens, length
+):
+    """Freed, those blocks are the important prompt's own: taken as before."""
+    engine, _ = make_token_engine(num_blocks=6, max_num_batched_tokens=64)
+    for name, prompt, priority in (("top", [40] * 5, -10), ("low", [1, 2, 3, 4, 5], 10)):
+        engine.add_request(make_request(prompt, request_id=name, priority=priority, max_tokens=8))
+        engine.step()
+    prompt = [1, 2, 3, 4, *[9] * (length - 4)]
+    engine.add_request(make_request(prompt, request_id="middle", max_tokens=2))
+    _, _, tokens = run(engine)
+    assert tuple(tokens["middle"]) == expected_tokens(tuple(prompt), 2)
+
+
+def test_prompts_go_on_however_many_answers_there_are(make_token_engine, make_request):
+    engine, _ = make_token_engine(max_num_batched_tokens=2, max_num_seqs=8)
+    for i in range(2):
+        engine.add_request(make_request([i], request_id=f"{i}", max_tokens=60))
+        engine.step()
+    engine.add_request(make_request([7] * 5, request_id="late", priority=-1, max_tokens=1))
+    first, _, _ = run(engine)
+    assert first["late"] <= 6
+
+
 def test_equal_priority_never_takes_anothers_place(make_token_engine, make_request):
     engine, _ = make_token_engine(num_blocks=8)
     engine.add_request(make_request([1] * 12, request_id="a", max_tokens=16))
