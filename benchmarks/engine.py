@@ -57,13 +57,13 @@ def request(request_id: str, prompt: Sequence[int], num_tokens: int) -> Generate
 
 
 def mixed_requests(count: int, vocab_size: int) -> list[GenerateRequest]:
-    """Prompts of 16 to 256 tokens; answers mostly short with a long tail, as chats have them."""
+    """Prompts of 16 to 128 tokens; answers mostly short with a long tail, as chats have them."""
     rng = random.Random(1)
     return [
         request(
             f"{i}",
-            [rng.randrange(100, vocab_size) for _ in range(rng.randint(16, 256))],
-            min(256, 8 + int(rng.expovariate(1 / 48))),
+            [rng.randrange(100, vocab_size) for _ in range(rng.randint(16, 128))],
+            min(384, 8 + int(rng.expovariate(1 / 64))),
         )
         for i in range(count)
     ]
@@ -96,21 +96,25 @@ class Bench:
         return LLMEngine(self.engine_config(**settings), executor)
 
 
-def compare(sides: dict[str, Callable[[], dict]], runs: int, measure: str) -> dict:
-    """Run the sides in turn, `runs` times each."""
+MEASURES = ("output_tok_s", "ttft_p50_s")
+
+
+def compare(sides: dict[str, Callable[[], dict]], runs: int) -> dict:
+    """Run the sides in turn, `runs` times each; ratios are second side to first."""
     seen: dict[str, list[dict]] = {name: [] for name in sides}
     for index in range(runs):
         for name, side in sides.items():
             seen[name].append(side())
             say(f"  run {index + 1}/{runs} {name}: {seen[name][-1]}")
-    (_, base), (_, better) = seen.items()
-    paired = [b[measure] / a[measure] for a, b in zip(base, better, strict=True)]
-    medians = [statistics.median(run[measure] for run in side) for side in (base, better)]
+    return {"runs": seen} | {measure: ratio(*seen.values(), measure) for measure in MEASURES}
+
+
+def ratio(base: list[dict], other: list[dict], measure: str) -> dict:
+    paired = [b[measure] / a[measure] for a, b in zip(base, other, strict=True)]
+    medians = [statistics.median(run[measure] for run in side) for side in (base, other)]
     return {
-        "runs": seen,
-        "ratio_of": measure,
-        "ratio": round(medians[1] / medians[0], 2),
-        "spread": [round(min(paired), 2), round(max(paired), 2)],
+        "ratio": round(medians[1] / medians[0], 3),
+        "spread": [round(min(paired), 3), round(max(paired), 3)],
     }
 
 
@@ -285,14 +289,9 @@ def main() -> None:
     }
     say("static against continuous batching")
     sides = batching(bench, arguments.requests, arguments.num_seqs)
-    result["batching"] = compare(sides, arguments.runs, "output_tok_s")
+    result["batching"] = compare(sides, arguments.runs)
     say("prefix cache off against on")
-    result["cache"] = compare(cache(bench, 8), arguments.runs, "output_tok_s")
-    result["cache"]["ttft_ratio"] = round(
-        statistics.median(run["ttft_p50_s"] for run in result["cache"]["runs"]["on"])
-        / statistics.median(run["ttft_p50_s"] for run in result["cache"]["runs"]["off"]),
-        3,
-    )
+    result["cache"] = compare(cache(bench, 8), arguments.runs)
     say("memory of a pool that is too small")
     result["memory"] = memory(bench)
     result["footprint"] = footprint(bench)
@@ -300,8 +299,8 @@ def main() -> None:
     if arguments.out:
         arguments.out.write_text(text + "\n")
     for name in ("batching", "cache"):
-        part = result[name]
-        say(f"{name}: {part['ratio']}x {part['ratio_of']} {part['spread']}")
+        for measure in MEASURES:
+            say(f"{name}: {measure} {result[name][measure]}")
     say(json.dumps({name: result[name] for name in ("memory", "footprint")}, indent=1))
 
 
