@@ -30,7 +30,7 @@ from engine.kernels import plan_attention
 from engine.kv_cache import KVCache
 from engine.models.interface import model_class
 from engine.sampler import prompt_logprobs, sample
-from engine.weights.loader import load_weights, open_checkpoint
+from engine.weights.loader import has_own_head, load_weights, open_checkpoint
 from parallel.groups import Group, Placement, SingleRank
 from parallel.partition import kv_head_range
 
@@ -56,7 +56,11 @@ class ModelRunner:
         torch.set_num_threads(config.num_threads)
         read = load_model_config(config.model_path)
         model = model_class(read)
-        self.model_config = model.configure(replace(read, served_model_len=config.max_model_len))
+        checkpoint = open_checkpoint(config.model_path)
+        tied = read.tie_word_embeddings and not has_own_head(checkpoint)
+        self.model_config = model.configure(
+            replace(read, served_model_len=config.max_model_len, tie_word_embeddings=tied)
+        )
         self.max_model_len = _max_model_len(config, self.model_config)
         self._device = _usable_device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
@@ -70,8 +74,7 @@ class ModelRunner:
             quantization=config.quantization,
         )
         self._model = model(self.model_config, placement=placement)
-        checkpoint = self._model.adapt(open_checkpoint(config.model_path))
-        load_weights(self._model, checkpoint, progress)
+        load_weights(self._model, self._model.adapt(checkpoint), progress)
 
     @property
     def weight_bytes(self) -> int:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
+
 from core.errors import ModelLoadError
 from core.worker import Progress
 from engine.models.interface import Model
@@ -13,11 +15,25 @@ from engine.weights.gguf import open_gguf
 from engine.weights.safetensors import open_safetensors
 from parallel.weights import HasWeightSlots, StoredTensor, WeightSlot
 
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
 
 def open_checkpoint(model_path: str) -> Mapping[str, StoredTensor]:
     """Stored tensors by Hugging Face name. Raises ModelLoadError when there are none to read."""
     path = Path(model_path)
     return open_gguf(path) if path.is_file() else open_safetensors(path)
+
+
+def has_own_head(checkpoint: Mapping[str, StoredTensor]) -> bool:
+    """Whether the LM head is stored and is not the embedding, whatever the config says of tying:
+    a fine-tune may have parted the two. Compares some rows."""
+    head, embedding = (checkpoint.get(name) for name in (HEAD, EMBEDDING))
+    if head is None or embedding is None or head.shape != embedding.shape:
+        return False
+    step = max(1, head.shape[0] // 16)
+    rows = [slice(start, start + 1) for start in range(0, head.shape[0], step)]
+    return not all(torch.equal(head.read(row), embedding.read(row)) for row in rows)
 
 
 def load_weights(

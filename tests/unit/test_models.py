@@ -8,7 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
 
 from core.errors import ConfigError, ModelLoadError
 from core.model_files import load_model_config
@@ -248,3 +254,16 @@ def test_a_negative_id_stands_for_none(make_hf_model, change_config, tmp_path):
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     change_config(tmp_path, {"eos_token_id": [-1, 7]})
     assert load_model_config(str(tmp_path)).eos_token_ids == (7,)
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_used(
+    make_hf_model, make_runner, drive, prompts, assert_equals_hf, tmp_path
+):
+    """As transformers does, although the config says that the two are tied."""
+    make_hf_model("smollm2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert_equals_hf(drive(make_runner(str(tmp_path)), prompts), reference)
