@@ -19,6 +19,7 @@ MODELS: Mapping[str, str] = {
     "qwen3_moe": "qwen3_moe:Qwen3MoeForCausalLM",
     "mixtral": "mixtral:MixtralForCausalLM",
     "olmo2": "olmo2:Olmo2ForCausalLM",
+    "granite": "granite:GraniteForCausalLM",
     "gpt2": "gpt2:GPT2LMHeadModel",
     "bert": "bert:BertModel",
     "roberta": "bert:RobertaModel",

@@ -23,7 +23,7 @@ from core.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from parallel.quantization import GROUP_SIZE, Groups
 from parallel.weights import StoredTensor
 
-PERMUTED_ARCHITECTURES = ("llama", "mistral", "smollm3")
+PERMUTED_ARCHITECTURES = ("llama", "mistral", "smollm3", "granite")
 
 _NAMES: Mapping[str, str] = {
     "token_embd.weight": "model.embed_tokens.weight",

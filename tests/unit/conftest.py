@@ -15,6 +15,7 @@ from transformers import (
     BertModel,
     Gemma2Config,
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -149,6 +150,26 @@ FAMILIES = {
     ),
     "olmo2": (Olmo2Config, {}),
     "olmo2-bias": (Olmo2Config, {"attention_bias": True, "head_dim": 12, "rms_norm_eps": 0.01}),
+    "granite": (
+        GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "granite-bias": (
+        GraniteConfig,
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "head_dim": 12,
+            "embedding_multiplier": 12,
+            "residual_multiplier": 0.7,
+        },
+    ),
     "mixtral": (MixtralConfig, {"num_local_experts": 5, "sliding_window": 9}),
     "qwen2-moe": (
         Qwen2MoeConfig,

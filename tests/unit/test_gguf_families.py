@@ -8,7 +8,7 @@ from gguf.quants import quantize
 
 from core.model_files import load_model_config
 from engine.models.stored import split_rows
-from engine.weights.gguf import open_gguf
+from engine.weights.gguf import PERMUTED_ARCHITECTURES, open_gguf
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
@@ -23,9 +23,9 @@ def as_converted(name, parameter, arch, config):
     array = parameter.detach().numpy()
     if arch.startswith("gemma") and name.endswith("norm.weight"):
         return array + 1
-    if arch == "smollm3" and "q_proj" in name:
+    if arch in PERMUTED_ARCHITECTURES and "q_proj" in name:
         return interleaved(array, config.num_attention_heads)
-    if arch == "smollm3" and "k_proj" in name:
+    if arch in PERMUTED_ARCHITECTURES and "k_proj" in name:
         return interleaved(array, config.num_key_value_heads)
     return array
 
@@ -81,6 +81,8 @@ FILES = {
         {**GEMMA3, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
          "rope.freq_base_swa": 500.0},
     ),
+    "granite": ("granite", {}, {"embedding_scale": 3.0, "attention.scale": 0.2,
+                                "residual_scale": 0.4, "logit_scale": 2.5}),
     "olmo2": ("olmo2", {}, {}),
     "phi3": ("phi3", {}, {"attention.sliding_window": 0,
                           "rope.scaling.original_context_length": 256}),

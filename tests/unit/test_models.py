@@ -31,7 +31,9 @@ def test_family_equals_transformers(family, make_runner, drive, prompts, assert_
     assert len(distinct) > 10, "a model that repeats itself proves little"
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "gemma3", "phi4-mini", "qwen2-moe", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "gemma2", "gemma3", "phi4-mini", "qwen2-moe", "olmo2", "granite"]
+)
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     name, make_hf_model, make_runner, drive, prompts, tmp_path
 ):
@@ -105,6 +107,7 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers"
         ("gemma3_text", {}),
         ("phi3", {}),
         ("olmo2", {}),
+        ("granite", {}),
     ],
 )
 def test_settings_left_out_mean_what_transformers_takes_them_for(model_type, flags, tmp_path):
@@ -130,6 +133,18 @@ def test_settings_left_out_mean_what_transformers_takes_them_for(model_type, fla
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 14
     expected = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     assert (ours.sliding_windows or (None,) * 14) == expected
+
+
+def test_granite_multipliers_left_out_are_one(
+    make_hf_model, make_runner, drive, prompts, assert_equals_hf, change_config, tmp_path
+):
+    """Also that of the scores, which is not head_dim ** -0.5."""
+    names = ("embedding", "attention", "residual")
+    keys = [*(f"{name}_multiplier" for name in names), "logits_scaling"]
+    model = make_hf_model("granite", **dict.fromkeys(keys, 1.0))
+    model.save_pretrained(tmp_path)
+    change_config(tmp_path, dict.fromkeys(keys))
+    assert_equals_hf(drive(make_runner(str(tmp_path)), prompts), model)
 
 
 def test_gemma3_with_images_is_served_as_its_language_part(
@@ -223,6 +238,7 @@ def test_older_names_of_longrope(
         ("qwen2-moe-mixed", {"layer_types": ["chunked_attention"] * 5}, "'chunked_attention'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 of 5 layers"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0.0"),
         ("olmo2", {"sliding_window": 9}, "sliding_window: OLMo 2 has none"),
         (
             "phi3",

@@ -51,6 +51,7 @@ def on_ranks():
         ("smollm3", 2),
         ("gemma2", 2),
         ("gemma3", 6),
+        ("granite-bias", 2),
         ("olmo2", 2),
         ("olmo2", 6),  # the norm of k spans ranks that hold copies
         ("phi3", 2),  # the parts of q, k and v are split after the file's one tensor
