@@ -135,6 +135,11 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per token where the request wants them, else empty."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first token of the first choice, where the request wants them: of every prompt token
+    but the first."""
+    score: float | None = None
+    """Of an answer of a beam search: sum of its log probabilities / length ** length_penalty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

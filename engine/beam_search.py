@@ -215,6 +215,10 @@ class BeamGroup:
     def choices(self) -> list[TokenChunk]:
         """The best answers, best first."""
         return [
-            TokenChunk(token_ids=answer.token_ids, finish_reason=answer.finish_reason)
+            TokenChunk(
+                token_ids=answer.token_ids,
+                finish_reason=answer.finish_reason,
+                score=answer.score,
+            )
             for answer in self.hypotheses.answers[: self.request.num_choices]
         ]

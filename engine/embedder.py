@@ -42,6 +42,11 @@ class Embedder:
         normalize: bool | None = None,
     ) -> Tensor:
         """[len(inputs), hidden_size] float32; the model's own pooling where none is named."""
+        if pooling is not None and not isinstance(pooling, Pooling):
+            raise InvalidRequestError(
+                f"pooling must be one of {', '.join(f'Pooling.{p.name}' for p in Pooling)}",
+                param="pooling",
+            )
         vectors = self._pool([(item, ()) for item in inputs], pooling or self._config.pooling)
         wanted = self._config.normalize if normalize is None else normalize
         return F.normalize(vectors, dim=-1) if wanted else vectors

@@ -18,7 +18,7 @@ from torch import Tensor
 from core.config import EngineConfig
 from core.errors import ContextLengthError, InvalidRequestError, TwostrokeError
 from core.prefix import BlockHash, hash_root
-from core.request import GenerateRequest, RequestKey, TokenChunk, TokenLogprobs
+from core.request import GenerateRequest, RequestKey, TokenChunk
 from core.worker import Progress
 from engine.batch import Batch, SequenceResult
 from engine.beam_search import BeamGroup, BeamSearchParams
@@ -37,8 +37,6 @@ class StepOutput:
     request_id: str
     chunk: TokenChunk
     choice_index: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """With the first token of the first choice, where the request wants them."""
     pooled: Tensor | None = None
     """Of a pooling request, instead of tokens: [hidden_size] float32 (CLASSIFY: [num_labels])."""
     error: TwostrokeError | None = None
@@ -294,6 +292,8 @@ def joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
     return TokenChunk(
         token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
         logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+        prompt_logprobs=tuple(chain.from_iterable(chunk.prompt_logprobs for chunk in chunks)),
+        score=chunks[-1].score,
         finish_reason=chunks[-1].finish_reason,
     )
 
@@ -318,9 +318,9 @@ def _output(sequence: EngineSequence) -> StepOutput:
         chunk=TokenChunk(
             token_ids=sequence.newest_token_ids,
             logprobs=sequence.newest_token_logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=sequence.finish_reason,
         ),
-        prompt_logprobs=prompt_logprobs,
         pooled=pooled_vector(sequence) if sequence.pooling and not sequence.error else None,
         error=sequence.error,
     )

@@ -200,11 +200,14 @@ def _chat_token(piece: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 def _top_by_text(entry: LogprobEntry) -> dict[str, float] | None:
-    """The likeliest tokens and the one that was taken. Of tokens with equal text the likeliest."""
+    """The likeliest tokens, likeliest first, and the one that was taken. Of tokens with equal text
+    the likeliest."""
     if entry.logprob is None:
         return None
-    likeliest_last = ((entry.piece, entry.logprob), *reversed(entry.top))
-    return {_token_text(piece): max(logprob, MIN_LOGPROB) for piece, logprob in likeliest_last}
+    found: dict[str, float] = {}
+    for piece, logprob in (*entry.top, (entry.piece, entry.logprob)):
+        found.setdefault(_token_text(piece), max(logprob, MIN_LOGPROB))
+    return found
 
 
 def _token_text(piece: bytes) -> str:

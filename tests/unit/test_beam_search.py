@@ -52,7 +52,7 @@ def reference(model, prompt, width, n, max_tokens, eos, **settings):
     for row in out.sequences[:, len(prompt) :].tolist():
         ends = [i for i, token_id in enumerate(row) if token_id in eos]
         answers.append(tuple(row[: ends[0] + 1] if ends else row))
-    return answers
+    return answers, out.sequences_scores.tolist()
 
 
 # Ends that the model likes at some point, so that beams of unequal length compete.
@@ -73,10 +73,11 @@ def test_equals_hugging_face(model, make_engine, make_request, settings, width):
     engine = make_engine(num_blocks=64)
     lengths = set()
     for prompt in PROMPTS:
-        expected = reference(hf, prompt, width, width, 14, EOS, **settings)
+        expected, scores = reference(hf, prompt, width, width, 14, EOS, **settings)
         request = make_request(prompt, max_tokens=14, num_choices=width, stop_token_ids=tuple(EOS))
         chunks = engine.beam_search(request, BeamSearchParams(beam_width=width, **settings))
         assert [chunk.token_ids for chunk in chunks] == expected
+        assert [chunk.score for chunk in chunks] == pytest.approx(scores, abs=1e-4)
         for chunk in chunks:
             ended = chunk.token_ids[-1] in EOS
             assert chunk.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)

@@ -233,7 +233,7 @@ def test_labels_are_accepted(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["guided_json", "chat_template", "use_beam_search", "x" * 10_000, ""]
+    "name", ["guided_xml", "chat_template", "use_beam_search", "x" * 10_000, ""]
 )
 def test_unknown_parameters_are_refused_by_name(name):
     for kind in (completion, chat):

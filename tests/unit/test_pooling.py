@@ -207,6 +207,12 @@ def test_vectors_that_are_not_finite_are_refused(save):
         Embedder.from_config(engine_config(folder)).embed([[5, 6]])
 
 
+def test_a_pooling_by_name_is_refused_with_what_there_is(save):
+    embedder = Embedder.from_config(engine_config(save("bert")[1]))
+    with pytest.raises(InvalidRequestError, match=r"Pooling\.MEAN"):
+        embedder.embed([[5, 6]], pooling="mean")
+
+
 def test_longest_encoder_sequence_is_read_whole(save):
     model, folder = save("bert")
     token_ids = [index % 99 for index in range(128)]
