@@ -43,6 +43,7 @@ class RopeScaling:
             )
 
 
+MAX_SIZE = 2**31 - 1
 MAX_REAL = 1e30
 
 
@@ -63,7 +64,17 @@ class ModelSettings:
         return len(self._values)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        return self._get(name, int, default)
+        value = self._get(name, int, default)
+        if abs(value) > MAX_SIZE:
+            raise ModelLoadError(f"setting {name} is out of range: {value}")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """An integer of at least 1."""
+        value = self.integer(name, default)
+        if value < 1:
+            raise ModelLoadError(f"setting {name} is {value}; it must be positive")
+        return value
 
     def real(self, name: str, default: float | None = None) -> float:
         value = self._values.get(name)
@@ -117,7 +128,6 @@ class ModelSettings:
         return value
 
 
-MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 4096
 _SIZES = (
     "vocab_size",

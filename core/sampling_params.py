@@ -29,7 +29,8 @@ def _require(ok: bool, param: str, message: str) -> None:
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
-    """Raises InvalidRequestError for the first id that the model does not have."""
+    """Raises InvalidRequestError for an id that the model does not have."""
+    _require(set(map(type, token_ids)) <= {int}, param, f"{param}: token ids must be integers")
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         message = f"{param}: token id {token_id} is outside the vocabulary of {vocab_size}"
         _require(0 <= token_id < vocab_size, param, message)

@@ -152,9 +152,13 @@ class BlockPool:
             self._settle(block)
 
     def discard(self, block_ids: Sequence[int]) -> list[int]:
-        """`free` for blocks whose content is not to be trusted: where this was the last reference
+        """`free` for blocks whose content is not to be trusted: where this was the last holder
         nobody can find them any more. Returns those, to be cleared before their next use."""
-        discarded = [block_id for block_id in block_ids if self._blocks[block_id].ref_cnt == 1]
+        discarded = [
+            block_id
+            for block_id in block_ids
+            if self._blocks[block_id].ref_cnt == 1 and not self._blocks[block_id].lease_cnt
+        ]
         for block in (self._blocks[block_id] for block_id in discarded):
             if block.block_hash is not None:
                 self._forget(block)

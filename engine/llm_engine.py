@@ -148,22 +148,22 @@ class LLMEngine:
             return
         head = self._prefill.waiting[0]
         victims = self._decode.less_important_than(head)
-        if not victims or self._prefill.fits(head, self._reserved()):
+        if not victims or self._fits(head) or not self._fits(head, without=victims):
             return
-        if not self._would_fit(head, victims):
-            return
-        while not self._prefill.fits(head, self._reserved()):
+        while not self._fits(head):
             victim = victims.pop()
             self._decode.preempt(victim)
             self._requeue([victim])
 
-    def _would_fit(self, head: EngineSequence, victims: list[EngineSequence]) -> bool:
-        """Once these are preempted. Blocks that head would share with them are no gain."""
-        num_seqs = len(self._decode.running) - len(victims)
+    def _fits(self, head: EngineSequence, without: Sequence[EngineSequence] = ()) -> bool:
+        """In this step, beside the running answers, which may take blocks in it and one each later;
+        once those `without` are preempted. Blocks that head would share with these are no gain."""
+        stay = [sequence for sequence in self._decode.running if sequence not in without]
         num_freed = self.pool.num_freed_by(
-            [victim.block_ids for victim in victims], besides=self._prefill.cached_blocks(head)
+            [sequence.block_ids for sequence in without], besides=self._prefill.cached_blocks(head)
         )
-        reserved = Reserved(num_tokens=num_seqs, num_blocks=num_seqs - num_freed, num_seqs=num_seqs)
+        num_blocks = len(stay) + self._decode.num_blocks_wanted(stay) - num_freed
+        reserved = Reserved(num_tokens=len(stay), num_blocks=num_blocks, num_seqs=len(stay))
         return self._prefill.fits(head, reserved)
 
     def _reserved(self) -> Reserved:
@@ -197,27 +197,28 @@ class LLMEngine:
     def add_pooling_request(self, request: PoolingRequest) -> None:
         """A vector instead of tokens. Raises InvalidRequestError, ContextLengthError."""
         request.check(self.model_config, self.max_model_len)
-        self._check_new((request.request_id, 0))
+        self._check_new(request.request_id)
         root = self._root(request.cache_salt)
         self._prefill.add(request.sequence(root, self.model_config, now=time.monotonic()))
 
     def _sequence(self, request: GenerateRequest) -> EngineSequence:
         check_can_generate(self.model_config)
         request.check(self.model_config.vocab_size)
-        self._check_new(request.key)
+        self._check_new(request.request_id)
         if len(request.token_ids) >= self.max_model_len:
             raise ContextLengthError(
                 f"{len(request.token_ids)} tokens do not fit into a context of {self.max_model_len}"
             )
         return EngineSequence(request, self._root(request.cache_salt), now=time.monotonic())
 
-    def _check_new(self, key: RequestKey) -> None:
+    def _check_new(self, request_id: str) -> None:
         """Outputs are told apart by it."""
-        if self._has(key):
-            raise InvalidRequestError(f"request {key[0]!r} is already here", param="request_id")
+        if self._has(request_id):
+            raise InvalidRequestError(f"request {request_id!r} is already here", param="request_id")
 
-    def _has(self, key: RequestKey) -> bool:
-        return key in self._beams or self._prefill.has(key) or self._decode.has(key)
+    def _has(self, request_id: str) -> bool:
+        searched = any(request_id == key[0] for key in self._beams)
+        return searched or self._prefill.has(request_id) or self._decode.has(request_id)
 
     def _root(self, cache_salt: str) -> BlockHash:
         return hash_root(model=self._executor.layout.model, salt=cache_salt)
@@ -251,7 +252,8 @@ class LLMEngine:
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[TokenChunk]:
         """Run all requests to their end; one chunk per choice, in the order of `requests` and
-        choices. Raises the first error any of them ends with."""
+        choices. Raises the first error any of them ends with. What was added before runs along, and
+        its outputs are lost."""
         with self._aborting(requests):
             for request in requests:
                 self.add_request(request)
@@ -266,7 +268,7 @@ class LLMEngine:
     @contextmanager
     def _aborting(self, requests: Sequence[GenerateRequest]) -> Iterator[None]:
         """Whatever is raised, none of `requests` stays behind. One that was here before does."""
-        new = [request.key for request in requests if not self._has(request.key)]
+        new = [request.key for request in requests if not self._has(request.request_id)]
         try:
             yield
         finally:

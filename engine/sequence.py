@@ -230,7 +230,7 @@ class Sequence:
         self.num_computed_tokens += num_tokens
         self.num_steps += 1
         if not result.is_finite:
-            self.error = InternalError("the model's hidden states are not finite")
+            self._fail(InternalError("the model's hidden states are not finite"))
             return
         self.cache_full_blocks(pool)
         self.prompt_logprobs += result.prompt_logprobs
@@ -241,7 +241,7 @@ class Sequence:
         """Append a sampled token and decide whether it is the last."""
         self.wants_prompt_logprobs = False
         if sampled.token_id is None:
-            self.error = _no_token(sampled)
+            self._fail(_no_token(sampled))
             return
         if self.num_candidates:
             assert sampled.logprobs is not None, "a beam asks for log probabilities"
@@ -252,6 +252,10 @@ class Sequence:
         self.finish_reason = self.request.stop_reason(sampled.token_id, self.num_output_tokens)
         if self.finish_reason is None and len(self.token_ids) >= max_model_len:
             self.finish_reason = FinishReason.LENGTH
+
+    def _fail(self, error: TwostrokeError) -> None:
+        self.error = error
+        self.prompt_logprobs = []
 
     def fork(self, choice_index: int, pool: BlockPool) -> Sequence:
         """Another answer that goes on from the same tokens and shares all blocks; whoever writes

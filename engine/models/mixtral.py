@@ -27,7 +27,7 @@ class MixtralForCausalLM(MistralForCausalLM):
         moe = SparseMoE(
             config,
             num_experts=settings.integer("num_local_experts", 8),
-            top_k=settings.integer("num_experts_per_tok", 2),
+            top_k=settings.size("num_experts_per_tok", 2),
             intermediate_size=config.intermediate_size,
             normalize=True,
             placement=placement,

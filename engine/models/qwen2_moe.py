@@ -23,12 +23,12 @@ class SharedExpertMoE(SparseMoE):
         super().__init__(
             config,
             num_experts=_num_experts(settings),
-            top_k=settings.integer("num_experts_per_tok", 4),
-            intermediate_size=settings.integer("moe_intermediate_size", 1408),
+            top_k=settings.size("num_experts_per_tok", 4),
+            intermediate_size=settings.size("moe_intermediate_size", 1408),
             normalize=settings.flag("norm_topk_prob", False),
             placement=placement,
         )
-        size = settings.integer("shared_expert_intermediate_size", 5632)
+        size = settings.size("shared_expert_intermediate_size", 5632)
         self.shared_expert = GatedMLP(config, intermediate_size=size, placement=placement)
         self.shared_expert_gate = Router(config.hidden_size, 1, placement=placement)
 
@@ -65,7 +65,7 @@ def _windows(config: ModelConfig) -> tuple[int | None, ...]:
 
 
 def _is_sparse(settings: ModelSettings, layer: int) -> bool:
-    step = settings.integer("decoder_sparse_step", 1)
+    step = settings.size("decoder_sparse_step", 1)
     listed = layer in settings.items("mlp_only_layers", int)
     return not listed and _num_experts(settings) > 0 and (layer + 1) % step == 0
 

@@ -28,7 +28,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
 def _is_sparse(settings: ModelSettings, layer: int) -> bool:
     return layer not in settings.items("mlp_only_layers", int) and (
-        (layer + 1) % settings.integer("decoder_sparse_step", 1) == 0
+        (layer + 1) % settings.size("decoder_sparse_step", 1) == 0
     )
 
 
@@ -39,8 +39,8 @@ def _make_moe(config: ModelConfig, placement: Placement) -> SparseMoE:
     return SparseMoE(
         config,
         num_experts=num_experts,
-        top_k=settings.integer("num_experts_per_tok", 8),
-        intermediate_size=settings.integer("moe_intermediate_size", 768),
+        top_k=settings.size("num_experts_per_tok", 8),
+        intermediate_size=settings.size("moe_intermediate_size", 768),
         normalize=settings.flag("norm_topk_prob", False),
         placement=placement,
     )

@@ -37,7 +37,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
 def _has_rope(config: ModelConfig) -> tuple[bool, ...]:
     """Of each layer. GGUF files say nothing: llama.cpp assumes the default interval."""
-    interval = config.settings.integer("no_rope_layer_interval", 4)
+    interval = config.settings.size("no_rope_layer_interval", 4)
     plain = tuple(int((layer + 1) % interval != 0) for layer in range(config.num_layers))
     given = config.settings.items("no_rope_layers", int) or plain
     if len(given) < config.num_layers:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from bisect import insort_right
 from collections import deque
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
-from core.request import RequestKey
 from engine.batch import BlockCopy, ScheduledSequence, SequenceResult
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
@@ -62,14 +62,13 @@ class DecodeScheduler:
 
     def _make_room(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """A block of its own for the KV of the newest token. False changes nothing."""
-        index = sequence.num_computed_tokens // self._pool.block_size
-        grows = index == len(sequence.block_ids)
-        if not grows and self._pool.is_exclusive(sequence.block_ids[index]):
+        if self._has_room(sequence):
             return True
         new = self._pool.allocate(1)
         if new is None:
             return False
-        if grows:
+        index = sequence.num_computed_tokens // self._pool.block_size
+        if index == len(sequence.block_ids):
             sequence.block_ids += new
         else:  # copy on write; the other owners keep the source until after this step
             source = sequence.block_ids[index]
@@ -77,6 +76,11 @@ class DecodeScheduler:
             self._pool.free([source])
             sequence.block_ids[index] = new[0]
         return True
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        index = sequence.num_computed_tokens // self._pool.block_size
+        grows = index == len(sequence.block_ids)
+        return not grows and self._pool.is_exclusive(sequence.block_ids[index])
 
     def _note_shortage(self) -> None:
         used = self._pool.num_blocks - self._pool.num_available
@@ -91,8 +95,12 @@ class DecodeScheduler:
         self.running.remove(sequence)
         sequence.release(self._pool)
 
-    def has(self, key: RequestKey) -> bool:
-        return any(sequence.key == key for sequence in self.running)
+    def num_blocks_wanted(self, sequences: Iterable[Sequence]) -> int:
+        """How many blocks these will take in the next step, to grow or to copy."""
+        return sum(not self._has_room(sequence) for sequence in sequences)
+
+    def has(self, request_id: str) -> bool:
+        return any(sequence.request.request_id == request_id for sequence in self.running)
 
     def update(
         self, shares: list[ScheduledSequence], results: tuple[SequenceResult, ...]

@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from core.config import SchedulerConfig
-from core.request import RequestKey
 from engine.batch import ScheduledSequence, SequenceResult
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
@@ -55,8 +54,9 @@ class PrefillScheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
-    def has(self, key: RequestKey) -> bool:
-        return any(sequence.key == key for sequence in (*self.waiting, *self.running))
+    def has(self, request_id: str) -> bool:
+        everyone = (*self.waiting, *self.running)
+        return any(sequence.request.request_id == request_id for sequence in everyone)
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """`first` puts a preempted sequence before others of its priority and arrival."""
@@ -163,21 +163,18 @@ class PrefillScheduler:
             if sequence is None:  # aborted while the step ran
                 continue
             sequence.computed(len(share.token_ids), result, self._pool)
-            if sequence.error is not None:
-                self.running.remove(sequence)
-                done.append(sequence)
-            elif not sequence.num_uncomputed_tokens:
+            if sequence.error is not None or not sequence.num_uncomputed_tokens:
                 self.running.remove(sequence)
                 done += self._choices(sequence, result)
         return done
 
     def _choices(self, sequence: Sequence, result: SequenceResult) -> list[Sequence]:
-        """The sequence and its forks, each with the token drawn for it."""
+        """The sequence and its forks, each with the token drawn for it (or the error of all)."""
         choices = [sequence]
         for index in range(1, sequence.num_choices):
             choices.append(sequence.fork(sequence.choice_index + index, self._pool))
         sequence.num_choices = 1
-        if sequence.pooling is None:
+        if sequence.pooling is None and sequence.error is None:
             for choice, sampled in zip(choices, result.sampled, strict=True):
                 choice.take(sampled, self._max_model_len)
         return choices

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.errors import InvalidRequestError
+from core.errors import InternalError, InvalidRequestError
 from core.request import TokenChunk, TokenLogprobs
 from engine.executor import LocalExecutor
 from engine.llm_engine import LLMEngine, best_of
@@ -142,6 +142,19 @@ def chunk(*logprobs):
         token_ids=tuple(range(len(logprobs))),
         logprobs=tuple(TokenLogprobs(token_id=0, logprob=value) for value in logprobs),
     )
+
+
+def test_every_choice_is_told_of_a_prompt_that_failed(make_token_engine, make_request):
+    engine, executor = make_token_engine()
+    execute = executor.execute
+    executor.execute = lambda batch: tuple(replace(r, is_finite=False) for r in execute(batch))
+    engine.add_request(make_request(range(9), num_choices=3, prompt_logprobs=1))
+    outputs = engine.step()
+    assert [output.choice_index for output in outputs] == [0, 1, 2]
+    assert all(isinstance(output.error, InternalError) for output in outputs)
+    assert not engine.has_unfinished_requests
+    counts = engine.pool.check()
+    assert counts.owned == counts.cached == 0
 
 
 def test_best_of_compares_means():

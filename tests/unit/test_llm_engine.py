@@ -58,6 +58,8 @@ def test_context_length_ends_the_request(make_token_engine, make_request):
         ((), InvalidRequestError),
         ((50,), InvalidRequestError),
         ((3, -1), InvalidRequestError),
+        ((3, 1.5), InvalidRequestError),
+        (("a",), InvalidRequestError),
         (range(40), ContextLengthError),
     ],
 )
@@ -74,7 +76,7 @@ def test_an_id_that_is_here_already_is_refused(make_token_engine, make_request, 
     engine.add_request(request)
     for _ in range(2):  # waiting, then decoding
         with pytest.raises(InvalidRequestError, match="already here"):
-            engine.add_request(request)
+            engine.add_request(replace(request, attempt=1))
         engine.step()
     assert len(drain(engine)["r"]) == 2
     assert engine.generate([request])[0].token_ids == expected_tokens((1, 2, 3), 4)

@@ -219,7 +219,7 @@ def test_older_names_of_longrope(
         ("llama2", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ("llama2", {"rope_parameters": None, "rope_theta": 1.0}, "rope_theta"),
         ("llama2", {"rope_parameters": None, "rope_theta": float("nan")}, "rope_theta"),
-        ("llama2", {"num_hidden_layers": 2**31}, "num_layers"),
+        ("llama2", {"num_hidden_layers": 5000}, "num_layers"),
         ("llama2", {"vocab_size": 2**62}, "vocab_size"),
         ("mistral", {"sliding_window": 10**30}, "sliding"),
         ("phi4-mini", {"partial_rotary_factor": 1.5}, "rotary"),
@@ -238,6 +238,9 @@ def test_older_names_of_longrope(
         ("qwen2-moe-mixed", {"layer_types": ["chunked_attention"] * 5}, "'chunked_attention'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 of 5 layers"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+        ("qwen2-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3-moe", {"moe_intermediate_size": 2**33}, "moe_intermediate_size"),
+        ("smollm3", {"no_rope_layer_interval": 0, "no_rope_layers": None}, "interval is 0"),
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0.0"),
         ("olmo2", {"sliding_window": 9}, "sliding_window: OLMo 2 has none"),
         (

@@ -324,6 +324,34 @@ def test_a_row_that_fails_ends_its_request_and_no_other(
         assert tuple(pair.tokens["good"]) == expected_tokens((4, 5, 6), 6)
 
 
+def test_a_failed_neighbour_does_not_clear_what_a_pull_still_reads(
+    make_pair, make_request, expected_tokens
+):
+    """The blocks of a prefix that both share are leased to the good request's pull."""
+    prefix = tuple(range(12))
+    with make_pair() as pair:
+        execute = pair.prefill_executor.execute
+
+        def poisoned(batch):
+            return tuple(
+                replace(result, is_finite=share.request_id != "bad")
+                for share, result in zip(batch.sequences, execute(batch), strict=True)
+            )
+
+        pair.prefill_executor.execute = poisoned
+        pair.gate.clear()
+        pair.submit(make_request((*prefix, 13), request_id="good", max_tokens=6))
+        for _ in range(3):
+            pair.step()
+        pair.submit(make_request((*prefix, 14, 15), request_id="bad", max_tokens=6))
+        for _ in range(3):
+            pair.step()
+        pair.gate.set()
+        pair.run_to_the_end()
+        assert isinstance(pair.ended["bad"], InternalError)
+        assert tuple(pair.tokens["good"]) == expected_tokens((*prefix, 13), 6)
+
+
 @pytest.mark.parametrize(
     "change", [{"block_size": 8}, {"dtype": "float99"}, {"model": "other"}, {"num_layers": -1}]
 )
