@@ -17,8 +17,6 @@ from engine.llm_engine import LLMEngine
 from engine.pooling import PoolingConfig, PoolingRequest, load_pooling_config
 
 TokenIds = Sequence[int]
-OWN = "embedder-"
-"""Begins the id of each request made here."""
 
 
 class Embedder:
@@ -76,28 +74,11 @@ class Embedder:
             raise InvalidRequestError("the input is empty", param="input")
         requests = [
             PoolingRequest(
-                request_id=f"{OWN}{index}",
+                request_id=f"embedder-{index}",
                 token_ids=tuple(first),
                 second_token_ids=tuple(second),
                 pooling=pooling,
             )
             for index, (first, second) in enumerate(pairs)
         ]
-        try:
-            for request in requests:
-                self._engine.add_pooling_request(request)
-            rows = self._run(len(requests))
-        finally:
-            for request in requests:
-                self._engine.abort(request.request_id)
-        return torch.stack([rows[request.request_id] for request in requests])
-
-    def _run(self, count: int) -> dict[str, Tensor]:
-        rows: dict[str, Tensor] = {}
-        while len(rows) < count:
-            for output in self._engine.step():
-                if output.error is not None and output.request_id.startswith(OWN):
-                    raise output.error
-                if output.pooled is not None:
-                    rows[output.request_id] = output.pooled
-        return rows
+        return torch.stack(self._engine.pool_all(requests))

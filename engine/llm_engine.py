@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -254,21 +254,34 @@ class LLMEngine:
         """Run all requests to their end; one chunk per choice, in the order of `requests` and
         choices. Raises the first error any of them ends with. What was added before runs along, and
         its outputs are lost."""
-        with self._aborting(requests):
+        with self._aborting(request.key for request in requests):
             for request in requests:
                 self.add_request(request)
             return self._run(requests)
 
     def beam_search(self, request: GenerateRequest, params: BeamSearchParams) -> list[TokenChunk]:
         """The `num_choices` best answers, best first."""
-        with self._aborting([request]):
+        with self._aborting([request.key]):
             self.add_beam_search(request, params)
             return self._run([request])
 
+    def pool_all(self, requests: Sequence[PoolingRequest]) -> list[Tensor]:
+        """One vector each, in order. Raises the first error any of them ends with. What was added
+        before runs along, and its outputs are lost."""
+        vectors: dict[str, Tensor | None] = {request.request_id: None for request in requests}
+        with self._aborting((request_id, 0) for request_id in vectors):
+            for request in requests:
+                self.add_pooling_request(request)
+            while any(vector is None for vector in vectors.values()):
+                for output in self.step():
+                    if output.request_id in vectors:
+                        vectors[output.request_id] = _vector(output)
+        return [vector for vector in vectors.values() if vector is not None]
+
     @contextmanager
-    def _aborting(self, requests: Sequence[GenerateRequest]) -> Iterator[None]:
-        """Whatever is raised, none of `requests` stays behind. One that was here before does."""
-        new = [request.key for request in requests if not self._has(request.request_id)]
+    def _aborting(self, keys: Iterable[RequestKey]) -> Iterator[None]:
+        """Whatever is raised, none of these stays behind; one that was here before does."""
+        new = [key for key in keys if not self._has(key[0])]
         try:
             yield
         finally:
@@ -287,6 +300,13 @@ class LLMEngine:
             for request in requests
             for index in range(request.num_choices)
         ]
+
+
+def _vector(output: StepOutput) -> Tensor:
+    if output.error is not None:
+        raise output.error
+    assert output.pooled is not None, f"{output.request_id} was asked for a vector"
+    return output.pooled
 
 
 def joined(chunks: Sequence[TokenChunk]) -> TokenChunk:

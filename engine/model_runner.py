@@ -89,20 +89,19 @@ class ModelRunner:
         specs = [sequence.samples for sequence in batch.sequences if sequence.samples]
         rows = hidden[inputs.sample_rows]
         sampled = iter(sample(self._model.compute_logits(rows), specs) if specs else ())
-        spans = [
-            hidden[start : start + length]
-            for start, length in zip(inputs.query_starts, inputs.query_lens, strict=True)
-        ]
+        ends = [*inputs.query_starts[1:], len(hidden)]
         # What is no number spreads to all later tokens, so the last one tells.
-        finite = torch.stack([span[-1] for span in spans]).isfinite().all(dim=1).tolist()
+        finite = hidden[[end - 1 for end in ends]].isfinite().all(dim=1).tolist()
         return tuple(
             SequenceResult(
                 sampled=next(sampled) if sequence.samples else (),
-                prompt_logprobs=self._prompt_logprobs(sequence, span),
+                prompt_logprobs=self._prompt_logprobs(sequence, hidden, start),
                 is_finite=is_finite,
-                pooled=self._pool(sequence, span),
+                pooled=self._pool(sequence, hidden, start, end),
             )
-            for sequence, span, is_finite in zip(batch.sequences, spans, finite, strict=True)
+            for sequence, start, end, is_finite in zip(
+                batch.sequences, inputs.query_starts, ends, finite, strict=True
+            )
         )
 
     @torch.inference_mode()
@@ -119,28 +118,33 @@ class ModelRunner:
         return inputs, self._model(inputs.token_ids, inputs.positions, cache.tensor, plan)
 
     def _prompt_logprobs(
-        self, sequence: ScheduledSequence, hidden: Tensor
+        self, sequence: ScheduledSequence, hidden: Tensor, first: int
     ) -> tuple[TokenLogprobs, ...]:
-        """A few rows at a time: a whole chunk's logits would be hundreds of megabytes."""
+        """Of the sequence's rows, which begin at `first`, a few at a time: a whole chunk's logits
+        would be hundreds of megabytes."""
         if sequence.num_prompt_logprobs is None:
             return ()
         found: list[TokenLogprobs] = []
         next_ids = sequence.next_token_ids
         for start in range(0, len(next_ids), LOGITS_ROWS):
             some = next_ids[start : start + LOGITS_ROWS]
-            logits = self._model.compute_logits(hidden[start : start + len(some)])
+            rows = hidden[first + start : first + start + len(some)]
+            logits = self._model.compute_logits(rows)
             found += prompt_logprobs(logits, some, sequence.num_prompt_logprobs)
         return tuple(found)
 
-    def _pool(self, sequence: ScheduledSequence, hidden: Tensor) -> Tensor | None:
+    def _pool(
+        self, sequence: ScheduledSequence, hidden: Tensor, start: int, end: int
+    ) -> Tensor | None:
+        """Of the sequence's rows, [start, end)."""
         if sequence.pooling is None:
             return None
         if sequence.pooling is Pooling.CLASSIFY:
-            return self._model.compute_logits(hidden[:1])[0]
+            return self._model.compute_logits(hidden[start : start + 1])[0]
         if sequence.pooling is Pooling.MEAN:
-            return self._model.normalize(hidden).float().sum(dim=0)
-        row = 0 if sequence.pooling is Pooling.CLS else -1
-        return self._model.normalize(hidden[row].unsqueeze(0))[0].float()
+            return self._model.normalize(hidden[start:end]).float().sum(dim=0)
+        row = start if sequence.pooling is Pooling.CLS else end - 1
+        return self._model.normalize(hidden[row : row + 1])[0].float()
 
 
 def _check_parallel(config: EngineConfig, group: Group) -> None:

@@ -6,7 +6,7 @@ projections that we merge are named otherwise (CHECKPOINT_NAMES).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -116,6 +116,21 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self.normalize(hidden))
         return softcap(logits.float(), self.final_logit_softcap)
+
+
+def optional_windows(
+    config: ModelConfig, is_windowed: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """Of a family whose windows `use_sliding_window` switches on: on the layers that layer_types
+    names, or, where it is absent, on those that `is_windowed`."""
+    settings = config.settings
+    if not settings.flag("use_sliding_window", False) or "sliding_window" not in settings:
+        return ()
+    plain = [
+        "sliding_attention" if is_windowed(layer) else "full_attention"
+        for layer in range(config.num_layers)
+    ]
+    return layer_windows(config, settings.items("layer_types", str) or plain)
 
 
 def layer_windows(config: ModelConfig, kinds: Sequence[str]) -> tuple[int | None, ...]:

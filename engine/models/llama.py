@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from core.model_config import ModelConfig
 from engine.kernels import AttentionPlan
-from engine.models.decoder import CausalLM, layer_windows
+from engine.models.decoder import CausalLM, optional_windows
 from engine.models.layers import Attention, GatedMLP, RMSNorm
 from engine.models.rotary import Rotation
 from parallel.groups import Placement
@@ -72,12 +72,5 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
 
 
 def qwen_windows(config: ModelConfig) -> tuple[int | None, ...]:
-    settings = config.settings
-    if not settings.flag("use_sliding_window", False) or "sliding_window" not in settings:
-        return ()
-    num_full = settings.integer("max_window_layers", 28)
-    plain = tuple(
-        "full_attention" if layer < num_full else "sliding_attention"
-        for layer in range(config.num_layers)
-    )
-    return layer_windows(config, settings.items("layer_types", str) or plain)
+    num_full = config.settings.integer("max_window_layers", 28)
+    return optional_windows(config, lambda layer: layer >= num_full)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from core.model_config import ModelConfig, ModelSettings
-from engine.models.decoder import layer_windows
+from engine.models.decoder import optional_windows
 from engine.models.layers import GatedMLP
 from engine.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from engine.models.moe import Router, SparseMoE
@@ -53,15 +53,8 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
 
 def _windows(config: ModelConfig) -> tuple[int | None, ...]:
     """On every other layer below max_window_layers, where Qwen2 has them from there on."""
-    settings = config.settings
-    if not settings.flag("use_sliding_window", False) or "sliding_window" not in settings:
-        return ()
-    end = settings.integer("max_window_layers", 28)
-    plain = tuple(
-        "sliding_attention" if layer % 2 == 0 and layer < end else "full_attention"
-        for layer in range(config.num_layers)
-    )
-    return layer_windows(config, settings.items("layer_types", str) or plain)
+    end = config.settings.integer("max_window_layers", 28)
+    return optional_windows(config, lambda layer: layer % 2 == 0 and layer < end)
 
 
 def _is_sparse(settings: ModelSettings, layer: int) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.errors import ModelLoadError
 from core.model_config import ModelConfig
-from engine.models.decoder import layer_windows
+from engine.models.decoder import optional_windows
 from engine.models.llama import LlamaForCausalLM
 from engine.models.rotary import Rotation
 from parallel.groups import Placement
@@ -23,12 +23,9 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """Windows, where they are used, are on the layers without rotation."""
-        settings = config.settings
-        if not settings.flag("use_sliding_window", False) or "sliding_window" not in settings:
-            return config
-        plain = ["full_attention" if rope else "sliding_attention" for rope in _has_rope(config)]
-        kinds = settings.items("layer_types", str) or plain
-        return replace(config, sliding_windows=layer_windows(config, kinds))
+        has_rope = _has_rope(config)
+        windows = optional_windows(config, lambda layer: not has_rope[layer])
+        return replace(config, sliding_windows=windows)
 
     def rotations(self, positions: Tensor) -> Sequence[Rotation | None]:
         rotation = self.model.rotary(positions)

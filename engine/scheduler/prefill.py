@@ -71,19 +71,20 @@ class PrefillScheduler:
             return []
         # One token at least: prompts go on however many answers there are.
         budget = max(self._config.max_num_batched_tokens - reserved.num_tokens, 1)
-        first, *others = self._in_turn()
-        if not self._is_running(first, now, reserved):  # then nobody may overtake it
-            if not self.running:
-                return []
-            first, *others = self.running
-        return self._share_out(first, others, budget, now, reserved)
-
-    def _in_turn(self) -> list[Sequence]:
-        """The first in order, then as many others as could get a token, the shortest first."""
         heads = [queue[0] for queue in (self.running, self.waiting) if queue]
         first = min(heads, key=attrgetter("order"))
+        if self._is_running(first, now, reserved):
+            others = self._shortest_but(first)
+        elif self.running:
+            first, *others = self.running  # nobody may overtake the one that waits for room
+        else:
+            return []
+        return self._share_out(first, others, budget, now, reserved)
+
+    def _shortest_but(self, first: Sequence) -> list[Sequence]:
+        """As many others as could get a token, the shortest first."""
         others = (s for s in (*self.running, *self.waiting) if s is not first)
-        return [first, *nsmallest(self._config.max_num_seqs, others, key=_shortest_first)]
+        return nsmallest(self._config.max_num_seqs, others, key=_shortest_first)
 
     def _share_out(
         self, first: Sequence, others: list[Sequence], budget: int, now: float, reserved: Reserved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -390,6 +391,28 @@ def make_token_engine(token_executor, engine_config):
         return LLMEngine(config, executor), executor
 
     return make
+
+
+@pytest.fixture(scope="session")
+def run_to_the_end():
+    """Tokens by (request id, choice), the pool checked after every step; `abort_at`: step before
+    which a request is aborted, by id."""
+
+    def run(engine, abort_at):
+        tokens = defaultdict(list)
+        step = 0
+        while engine.has_unfinished_requests:
+            for request_id, when in abort_at.items():
+                if when == step:
+                    engine.abort(request_id)
+            for output in engine.step():
+                tokens[output.request_id, output.choice_index] += output.chunk.token_ids
+            engine.pool.check()
+            step += 1
+            assert step < 2000, "no progress"
+        return tokens
+
+    return run
 
 
 @pytest.fixture(scope="session")

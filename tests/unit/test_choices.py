@@ -36,7 +36,7 @@ def test_the_prompt_is_read_once_and_shared(make_token_engine, make_request, exp
             st.lists(st.integers(0, 2), min_size=1, max_size=14),
             st.integers(1, 5),
             st.integers(1, 12),
-            st.integers(0, 25),  # step after which it is aborted; above ~20 never
+            st.integers(0, 25),  # step before which it is aborted; above ~20 never
         ),
         min_size=1,
         max_size=4,
@@ -50,6 +50,7 @@ def test_every_choice_gets_its_own_tokens_whatever_the_memory(
     make_token_engine,
     make_request,
     expected_tokens,
+    run_to_the_end,
     requests,
     num_blocks,
     budget,
@@ -66,16 +67,7 @@ def test_every_choice_gets_its_own_tokens_whatever_the_memory(
         engine.add_request(
             make_request(prompt, request_id=f"{i}", num_choices=n, max_tokens=max_tokens)
         )
-    got = {(f"{i}", c): [] for i, (_, n, _, _) in enumerate(requests) for c in range(n)}
-    step = 0
-    while engine.has_unfinished_requests:
-        for output in engine.step():
-            got[output.request_id, output.choice_index].extend(output.chunk.token_ids)
-        engine.pool.check()
-        for i, (_, _, _, last_step) in enumerate(requests):
-            if step == last_step and last_step <= 20:
-                engine.abort(f"{i}")
-        step += 1
+    got = run_to_the_end(engine, {f"{i}": r[-1] for i, r in enumerate(requests) if r[-1] <= 20})
     for i, (prompt, n, max_tokens, last_step) in enumerate(requests):
         for choice in range(n):
             tokens = got[f"{i}", choice]

@@ -207,6 +207,23 @@ def test_vectors_that_are_not_finite_are_refused(save):
         Embedder.from_config(engine_config(folder)).embed([[5, 6]])
 
 
+def test_a_request_that_bears_an_embedders_id_is_left_alone(make_hf_model, tmp_path):
+    """The call is refused, and what was here before goes on."""
+    make_hf_model("llama3").save_pretrained(tmp_path)
+    engine = LLMEngine.from_config(engine_config(str(tmp_path)))
+    sampling = SamplingParams(temperature=0.0, max_tokens=3)
+    request = GenerateRequest(
+        request_id="embedder-0", model="", prompt_token_ids=(5, 6), sampling=sampling
+    )
+    engine.add_request(request)
+    with pytest.raises(InvalidRequestError, match="already here"):
+        Embedder(engine, MEAN).embed([[7, 8]])
+    tokens = []
+    while engine.has_unfinished_requests:
+        tokens += [token for output in engine.step() for token in output.chunk.token_ids]
+    assert len(tokens) == 3
+
+
 def test_a_pooling_by_name_is_refused_with_what_there_is(save):
     embedder = Embedder.from_config(engine_config(save("bert")[1]))
     with pytest.raises(InvalidRequestError, match=r"Pooling\.MEAN"):
