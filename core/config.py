@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 from core.errors import ConfigError
 from core.kv import KV_DTYPE_BYTES
-from core.worker import WorkerRole
+from core.worker import WorkerRole, needed_roles
+
+KERNELS = ("auto", "native", "torch")
+"""What EngineConfig.kernels may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,11 @@ class EngineConfig:
     quantization: str | None = None
     """Format of the weight matrices: int8 or int4. None: dtype."""
     device: str = "cpu"
+    kernels: str = "auto"
+    """On a CPU, native: our C++ library or a ConfigError; torch: without it; auto: with it where
+    it can be built."""
+    kernel_cache: str | None = None
+    """Folder of built kernel libraries. None: ~/.cache/twostroke/kernels."""
     num_threads: int = 1
     max_model_len: int | None = None
     """None: the model's own limit."""
@@ -97,11 +105,13 @@ class EngineConfig:
             raise ConfigError(f"dtype must be float32 or bfloat16, not {self.dtype!r}")
         if self.quantization not in (None, "int8", "int4"):
             raise ConfigError(f"quantization must be int8 or int4, not {self.quantization!r}")
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"kernels must be {', '.join(KERNELS)}, not {self.kernels!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """One prefill or decode worker process. Port 0 takes a free port and reports it."""
+    """One worker process. Port 0 takes a free port and reports it."""
 
     name: str
     role: WorkerRole
@@ -138,7 +148,20 @@ class ClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     num_prefill: int = 1
     num_decode: int = 1
+    num_colocated: int = 0
+    """0: disaggregated. Else there are no prefill and no decode workers."""
 
     def __post_init__(self) -> None:
-        if self.num_prefill < 1 or self.num_decode < 1:
-            raise ConfigError("a cluster needs at least one prefill and one decode worker")
+        missing = [role for role in needed_roles(self.num_workers) if role not in self.num_workers]
+        if missing:
+            raise ConfigError(f"a cluster needs at least one {missing[0]} worker")
+
+    @property
+    def num_workers(self) -> dict[WorkerRole, int]:
+        """Of each role that it has."""
+        counts = {
+            WorkerRole.PREFILL: self.num_prefill,
+            WorkerRole.DECODE: self.num_decode,
+            WorkerRole.COLOCATED: self.num_colocated,
+        }
+        return {role: count for role, count in counts.items() if count > 0}

@@ -15,14 +15,21 @@ KV_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp
 """What a cache can hold -> bytes of a number. Those of one byte have a scale per row; fp8 is e4m3.
 See engine/kernels/kv_dtype.py."""
 SCALE_BYTES = 4
+INNER_ORDERS = ("plain", "tiles16")
+"""How a head's slice of a block can be ordered; for the second one see cpu_kernels/kv_order.py."""
+TILE_POSITIONS = 16
+TILED_BYTES = 4
+"""Of neighbouring numbers in a tile: one float32 or two bfloat16."""
+TILED_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """What one rank's KV cache looks like. Equal layouts: blocks can be copied as bytes.
+    """What one rank's KV cache looks like. Equal layouts: blocks can be copied as bytes; where
+    `inner_order` alone differs they are converted on the way.
 
     A block holds `block_size` positions of every local kv head of a layer, head-major, keys and
-    values apart: [num_kv_heads, block_size, row_bytes] bytes each.
+    values apart: [num_kv_heads, block_size, row_bytes] bytes each, when in plain order.
     """
 
     model: str
@@ -36,7 +43,7 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     inner_order: str = "plain"
-    """Order inside a head's slice; a CPU kernel may want tiles."""
+    """Order inside a head's slice, one of INNER_ORDERS: the backend's choice."""
 
     @property
     def row_bytes(self) -> int:
@@ -56,6 +63,22 @@ class KVLayout:
             if mine != theirs:
                 return f"{field.name} differs: {mine} here, {theirs} there"
         return None
+
+    def order_fault(self) -> str | None:
+        """Why no block of this shape and dtype has this `inner_order`, None when one can."""
+        if self.inner_order not in INNER_ORDERS:
+            return f"inner_order {self.inner_order!r} is none of {', '.join(INNER_ORDERS)}"
+        if self.inner_order == "plain" or (
+            self.dtype in TILED_DTYPES
+            and self.block_size % TILE_POSITIONS == 0
+            and self.head_dim * KV_DTYPE_BYTES[self.dtype] % TILED_BYTES == 0
+        ):
+            return None
+        return (
+            f"inner_order {self.inner_order} needs dtype {' or '.join(TILED_DTYPES)}, "
+            f"block_size in steps of {TILE_POSITIONS} and rows in steps of {TILED_BYTES} bytes, "
+            f"not {self.dtype}, {self.block_size} and {self.head_dim} numbers"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +125,7 @@ class ChannelOffer:
     store_host: str
     store_port: int
     layout: KVLayout
+    """Of the messages: the receiver's, in plain order where the two sides' orders differ."""
     incarnation: str
     """Owner the receiver believes it talks to; a restarted owner refuses."""
     max_message_bytes: int

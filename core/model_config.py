@@ -170,7 +170,7 @@ class ModelConfig:
     num_token_types: int = 1
     """2: the model tells the texts of a pair apart (BERT)."""
     attention_scale: float | None = None
-    """What scores are multiplied by; None: head_dim ** -0.5."""
+    """See softmax_scale."""
     attn_logit_softcap: float | None = None
     """Scores are squeezed into (-cap, cap) by cap * tanh(score / cap) before the softmax."""
     final_logit_softcap: float | None = None
@@ -194,6 +194,11 @@ class ModelConfig:
     """Digest of shape and weights; equal on every machine that holds the same files."""
     settings: ModelSettings = field(default_factory=lambda: ModelSettings({}), compare=False)
     """Everything the files say, for the family's own `configure`."""
+
+    @property
+    def softmax_scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def sliding_window(self, layer: int) -> int | None:
         return self.sliding_windows[layer] if self.sliding_windows else None

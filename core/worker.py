@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
+from core.errors import ConfigError
 from core.kv import KVLayout
 from core.prefix import BlockHash
 
@@ -18,6 +19,25 @@ class WorkerRole(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    COLOCATED = "colocated"
+    """Both strokes in one worker. A cluster has either this kind or the other two."""
+
+
+DISAGGREGATED = (WorkerRole.PREFILL, WorkerRole.DECODE)
+
+
+def needed_roles(roles: Collection[WorkerRole]) -> tuple[WorkerRole, ...]:
+    """Who must be there for a request, in a cluster that has workers of `roles`. Raises ConfigError
+    when these mix."""
+    if WorkerRole.COLOCATED not in roles:
+        return DISAGGREGATED
+    others = [role for role in DISAGGREGATED if role in roles]
+    if others:
+        raise ConfigError(
+            f"a cluster has either colocated workers or prefill and decode workers: colocated and "
+            f"{' and '.join(others)} do not mix"
+        )
+    return (WorkerRole.COLOCATED,)
 
 
 def endpoint(host: str, port: int) -> str:

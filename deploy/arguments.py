@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from core.errors import ConfigError
 from core.worker import WorkerRole
+from cpu_kernels.cpu_level import CpuLevel
 from deploy.config_file import (
     ROUTER_SETTINGS,
     SETTINGS,
@@ -45,6 +46,7 @@ examples:
   twostroke up ./Qwen3-0.6B-Q8_0.gguf --decode 2   a GGUF file, two decode workers
   twostroke up ~/models/Llama-3.2-1B --dtype bfloat16
   twostroke up Qwen/Qwen3-0.6B                     from the Hugging Face hub
+  twostroke up --backend local --colocated         one worker for both strokes: a small machine
   twostroke up --detach && twostroke chat          in the background
   twostroke up --config cluster.yaml               settings from a file
 
@@ -69,6 +71,7 @@ A cluster by hand, on one machine or several (Kubernetes does the same):
   twostroke prefill --host 10.0.0.1 --port 5001
   twostroke decode  --host 10.0.0.2 --port 5002
   twostroke router  --prefill 10.0.0.1:5001 --decode 10.0.0.2:5002 --port 8000
+Or workers that do both strokes: twostroke colocated, and the router's --colocated HOST:PORT.
 Once it serves, a process prints one line of JSON that says where. A worker that listens
 everywhere (--host 0.0.0.0) is told its own address with --advertise-host.
 """
@@ -94,6 +97,7 @@ def build_parser() -> Parser:
     _add_status(commands)
     _add_down(commands)
     _add_processes(commands)
+    _add_build_kernels(commands)
     return parser
 
 
@@ -121,6 +125,11 @@ def _add_settings(parser: Parser, keys: Iterable[str]) -> None:
         elif key == "model":
             group.add_argument("model_argument", nargs="?", metavar="MODEL", help=setting.help)
             group.add_argument("--model", metavar="MODEL", help="the same, as an option")
+        elif setting.implied is not None:
+            group.add_argument(
+                flag_name(key), metavar=setting.metavar, help=setting.help,
+                nargs="?", const=setting.implied,
+            )  # fmt: skip
         else:
             group.add_argument(flag_name(key), metavar=setting.metavar, help=setting.help)
     group.add_argument("--config", metavar="FILE", help="YAML file with settings")
@@ -203,6 +212,18 @@ def _add_processes(commands: Commands[Parser]) -> None:
         worker.add_argument("--name", help="unique in the cluster (default: from its address)")
         _add_settings(worker, WORKER_SETTINGS)
         _add_debug(worker)
+
+
+def _add_build_kernels(commands: Commands[Parser]) -> None:
+    build = _command(
+        commands,
+        "build-kernels",
+        "build the CPU kernels ahead, for images that hold no compiler",
+    )
+    build.add_argument(
+        "--level", choices=[*CpuLevel, "all"], help="default: the best of this machine's CPU"
+    )
+    _add_debug(build)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """The command `twostroke`: hands over to one module per command.
 
 Those modules are imported by the command that needs them: `router` runs in an image without torch,
-`prefill` and `decode` without an HTTP stack, and neither `--help` nor a mistyped option should wait
+the workers without an HTTP stack, and neither `--help` nor a mistyped option should wait
 for any of them.
 Whatever the operator got wrong is told in one line, with exit code 2; --debug shows the traceback.
 """
@@ -17,10 +17,11 @@ from contextlib import closing
 from dataclasses import asdict
 
 from core.errors import ConfigError, TwostrokeError
-from core.worker import WorkerInfo, WorkerRole
+from core.worker import WorkerInfo, WorkerRole, needed_roles
 from deploy.arguments import given_settings, parse
 from deploy.config_file import (
     Settings,
+    kernel_cache,
     load_settings,
     parse_endpoints,
     router_config,
@@ -122,10 +123,12 @@ def _router(args: argparse.Namespace) -> int:
         for role in WorkerRole
         for address in parse_endpoints(getattr(args, role) or [], f"--{role}")
     ]
-    missing = set(WorkerRole) - {endpoint.role for endpoint in endpoints}
+    given = {endpoint.role for endpoint in endpoints}
+    missing = set(needed_roles(given)) - given
     if missing:
         raise ConfigError(f"no {min(missing)} worker: name one with --{min(missing)} HOST:PORT")
-    args.prefill = args.decode = None  # here they were addresses, not the counts of settings
+    for role in WorkerRole:  # here they were addresses, not the counts of settings
+        setattr(args, role, None)
     settings = _settings(args)
     config = router_config(settings, resolve_model(settings.model))
 
@@ -161,6 +164,13 @@ def _worker(args: argparse.Namespace) -> int:
     return run_until_stopped(serve)
 
 
+def _build_kernels(args: argparse.Namespace) -> int:
+    from cpu_kernels.build import build_ahead
+
+    build_ahead(args.level, cache=kernel_cache(), note=print)
+    return 0
+
+
 def _announce(**facts: object) -> None:
     print(json.dumps({"event": "ready", **facts}), flush=True)
 
@@ -172,8 +182,8 @@ HANDLERS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "status": _status,
     "down": _down,
     "router": _router,
-    "prefill": _worker,
-    "decode": _worker,
+    **dict.fromkeys(WorkerRole, _worker),
+    "build-kernels": _build_kernels,
 }
 
 

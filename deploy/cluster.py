@@ -15,8 +15,9 @@ from typing import Protocol, Self
 
 from core.config import ClusterConfig
 from core.errors import ConfigError, WorkerUnavailableError
-from core.worker import WorkerRole, endpoint
+from core.worker import endpoint
 from deploy.supervisor import ClusterState
+from router.registry import Connect
 from router.server import RouterServer, WorkerEndpoint
 from router.tokenizer import Tokenizer, load_tokenizer
 
@@ -61,13 +62,20 @@ class Cluster:
     """`url` is set while the cluster is up; `state` is the last known state of the workers."""
 
     def __init__(
-        self, config: ClusterConfig, controller: Controller, *, observer: Observer = ignore
+        self,
+        config: ClusterConfig,
+        controller: Controller,
+        *,
+        observer: Observer = ignore,
+        connect: Connect | None = None,
     ) -> None:
+        """`connect`: how the router reaches a worker; None: over gRPC."""
         self.config = config
         self.controller = controller
         self.state = ClusterState(version=-1, slots=())
         self.router: RouterServer | None = None
         self._observer = observer
+        self._connect = connect
         self._told: list[WorkerEndpoint] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -107,13 +115,13 @@ class Cluster:
 
     async def _start_workers(self) -> None:
         await self.controller.start()
-        wanted = self.config.num_prefill + self.config.num_decode
+        wanted = sum(self.config.num_workers.values())
         while len(self.state.ready) < wanted:
             await self._observe()
 
     async def _start_router(self, tokenizer: Tokenizer) -> None:
         # Known before it starts: `_stop` must find it when the start is cancelled midway.
-        self.router = RouterServer(self.config.router, tokenizer)
+        self.router = RouterServer(self.config.router, tokenizer, connect=self._connect)
         await self.router.start()
         await self._tell_router()
         await self._connected(self.router)
@@ -121,10 +129,7 @@ class Cluster:
     async def _connected(self, router: RouterServer) -> None:
         """Wait until the router has a stream to every worker: the first request shall not be the
         one that finds out."""
-        wanted = {
-            WorkerRole.PREFILL: self.config.num_prefill,
-            WorkerRole.DECODE: self.config.num_decode,
-        }
+        wanted = self.config.num_workers
         try:
             async with asyncio.timeout(CONNECT_S):
                 while {role: len(router.registry.snapshots(role)) for role in wanted} != wanted:

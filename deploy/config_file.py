@@ -19,6 +19,7 @@ from pathlib import Path
 import yaml
 
 from core.config import (
+    KERNELS,
     CacheConfig,
     ClusterConfig,
     EngineConfig,
@@ -29,7 +30,7 @@ from core.config import (
 )
 from core.errors import ConfigError
 from core.kv import KV_DTYPE_BYTES
-from core.worker import WorkerRole, endpoint
+from core.worker import WorkerRole, endpoint, needed_roles
 from deploy.model_source import DEFAULT_MODEL, ResolvedModel
 
 ENV_PREFIX = "TWOSTROKE_"
@@ -42,18 +43,21 @@ class Settings:
 
     model: str = DEFAULT_MODEL
     served_model_name: str | None = None
-    prefill: int = 1
-    decode: int = 1
+    prefill: int | None = None
+    decode: int | None = None
+    colocated: int = 0
     host: str = "127.0.0.1"
     port: int = 8000
     advertise_host: str | None = None
     device: str = "cpu"
+    kernels: str = "auto"
     dtype: str = "float32"
     quantization: str | None = None
     threads: int = 0
     block_size: int = 16
     kv_memory: int = 1 << 30
     kv_cache_dtype: str = "auto"
+    no_prefix_cache: bool = False
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
@@ -72,6 +76,8 @@ class Setting:
     metavar: str = "N"
     is_switch: bool = False
     """On the command line it takes no value: naming it means true."""
+    implied: str | None = None
+    """What naming it on the command line without a value means."""
 
 
 def _whole(text: str) -> int:
@@ -157,6 +163,11 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "prefill": Setting(parse=_positive, help="prefill workers: they read prompts (default 1)"),
     "decode": Setting(parse=_positive, help="decode workers: they write answers (default 1)"),
+    "colocated": Setting(
+        parse=_whole,
+        implied="1",
+        help="instead of both: workers that do both (default 0; without N: 1)",
+    ),
     "host": Setting(parse=_host, metavar="HOST", help="address to listen on (default 127.0.0.1)"),
     "port": Setting(parse=_port, metavar="PORT", help="port to listen on; 0 takes a free one"),
     "advertise_host": Setting(
@@ -166,6 +177,12 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "device": Setting(
         parse=_device, metavar="DEVICE", help="where the model runs: cpu (the default) or cuda[:N]"
+    ),
+    "kernels": Setting(
+        parse=_one_of(*KERNELS),
+        metavar="KIND",
+        help="on a CPU: native (ours in C++, built once with g++), torch, or auto (the default: "
+        "native where it can be built)",
     ),
     "dtype": Setting(
         parse=_one_of("float32", "bfloat16"),
@@ -188,6 +205,11 @@ SETTINGS: Mapping[str, Setting] = {
         parse=_one_of("auto", *KV_DTYPE_BYTES),
         metavar="TYPE",
         help="KV cache: auto (the default: as dtype), float32, bfloat16, int8 or fp8",
+    ),
+    "no_prefix_cache": Setting(
+        parse=_flag,
+        is_switch=True,
+        help="compute every prompt whole, even where its beginning is known",
     ),
     "max_model_len": Setting(
         parse=_positive, help="longest prompt plus answer, in tokens (default: the model's)"
@@ -221,12 +243,14 @@ ENGINE_SETTINGS = (
     "model",
     "served_model_name",
     "device",
+    "kernels",
     "dtype",
     "quantization",
     "threads",
     "block_size",
     "kv_memory",
     "kv_cache_dtype",
+    "no_prefix_cache",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -312,6 +336,13 @@ def state_folder(env: Mapping[str, str] | None = None) -> Path:
     return Path(base) / "twostroke"
 
 
+def kernel_cache(env: Mapping[str, str] | None = None) -> str | None:
+    """Folder of built CPU kernels where XDG_CACHE_HOME says so; None: the usual one."""
+    variables = os.environ if env is None else env
+    base = variables.get("XDG_CACHE_HOME")
+    return str(Path(base) / "twostroke" / "kernels") if base else None
+
+
 def share_of_cores(num_workers: int) -> int:
     """Threads for each of `num_workers` workers on this machine. More than its share only makes
     them wait for each other."""
@@ -324,12 +355,15 @@ def engine_config(settings: Settings, model: ResolvedModel, num_workers: int = 1
         dtype=settings.dtype,
         quantization=settings.quantization,
         device=settings.device,
+        kernels=settings.kernels,
+        kernel_cache=kernel_cache(),
         num_threads=settings.threads or share_of_cores(num_workers),
         max_model_len=settings.max_model_len,
         cache=CacheConfig(
             block_size=settings.block_size,
             memory_bytes=settings.kv_memory,
             dtype=settings.kv_cache_dtype,
+            enable_prefix_caching=not settings.no_prefix_cache,
         ),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -357,13 +391,16 @@ def router_config(settings: Settings, model: ResolvedModel) -> RouterConfig:
 
 
 def cluster_config(settings: Settings, model: ResolvedModel) -> ClusterConfig:
-    num_workers = settings.prefill + settings.decode
+    """Raises ConfigError when colocated workers and others are asked for."""
+    given = {role for role in WorkerRole if getattr(settings, role)}
+    counts = {role: getattr(settings, role) or 1 for role in needed_roles(given)}
     return ClusterConfig(
         router=router_config(settings, model),
-        engine=engine_config(settings, model, num_workers),
+        engine=engine_config(settings, model, sum(counts.values())),
         transfer=transfer_config(settings),
-        num_prefill=settings.prefill,
-        num_decode=settings.decode,
+        num_prefill=counts.get(WorkerRole.PREFILL, 0),
+        num_decode=counts.get(WorkerRole.DECODE, 0),
+        num_colocated=counts.get(WorkerRole.COLOCATED, 0),
     )
 
 

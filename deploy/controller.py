@@ -60,19 +60,21 @@ WorkerSlots = Mapping[str, WorkerSlot]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desired:
-    num_prefill: int
-    num_decode: int
+    num_prefill: int = 0
+    num_decode: int = 0
+    num_colocated: int = 0
 
     def names(self) -> Iterator[tuple[str, WorkerRole]]:
         for role, count in (
             (WorkerRole.PREFILL, self.num_prefill),
             (WorkerRole.DECODE, self.num_decode),
+            (WorkerRole.COLOCATED, self.num_colocated),
         ):
             for index in range(count):
                 yield f"{role.value}-{index}", role
 
 
-NOTHING = Desired(num_prefill=0, num_decode=0)
+NOTHING = Desired()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

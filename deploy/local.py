@@ -1,14 +1,23 @@
-"""The whole cluster in one process, without Ray: the same parts over loopback. Tests use it."""
+"""The whole cluster in one process, without Ray: the same parts over loopback. Tests use it.
+
+Colocated workers are not even dialled: the router hands them requests and gets outputs as they are.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from colocated_workers.server import ColocatedServer
 from core.config import ClusterConfig, WorkerConfig
 from core.worker import Progress, WorkerInfo
 from deploy.cluster import Cluster, Observer, ignore
 from deploy.supervisor import Supervisor
 from deploy.workers import ServedWorker, make_server
+from protocol.session import SessionHub
+from router.in_process_client import InProcessClient
+from router.registry import WorkerEndpoint
+from router.server import over_grpc
+from router.worker_connection import WorkerConnection, WorkerListener
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +35,30 @@ class InProcessWorker:
 class InProcessLauncher:
     """Workers share this event loop; each steps in a thread of its own."""
 
+    def __init__(self) -> None:
+        self._hubs: dict[str, SessionHub] = {}
+        """Of colocated workers, by address."""
+        self._dial = over_grpc()
+
     async def launch(self, config: WorkerConfig, progress: Progress) -> InProcessWorker:
         server = make_server(config, progress)
-        return InProcessWorker(server=server, info=await server.start())
+        info = await server.start()
+        if isinstance(server, ColocatedServer):
+            self._hubs[info.address] = server.hub
+        return InProcessWorker(server=server, info=info)
+
+    def connect(self, worker: WorkerEndpoint, listener: WorkerListener) -> WorkerConnection:
+        hub = self._hubs.get(worker.address)
+        if hub is None:
+            return self._dial(worker, listener)
+        return InProcessClient(hub, listener)
 
 
 class LocalCluster(Cluster):
     """`async with LocalCluster(config) as cluster: ... cluster.url`"""
 
     def __init__(self, config: ClusterConfig, *, observer: Observer = ignore) -> None:
-        super().__init__(config, Supervisor(config, InProcessLauncher()), observer=observer)
+        launcher = InProcessLauncher()
+        super().__init__(
+            config, Supervisor(config, launcher), observer=observer, connect=launcher.connect
+        )

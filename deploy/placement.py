@@ -42,7 +42,7 @@ def place_worker(engine: EngineConfig) -> WorkerPlacement:
 
 def total_resources(config: ClusterConfig) -> Bundle:
     """What all workers of `config` occupy together."""
-    bundles = place_worker(config.engine).bundles * (config.num_prefill + config.num_decode)
+    bundles = place_worker(config.engine).bundles * sum(config.num_workers.values())
     return Bundle(
         cpus=sum(bundle.cpus for bundle in bundles), gpus=sum(bundle.gpus for bundle in bundles)
     )

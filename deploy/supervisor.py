@@ -80,17 +80,24 @@ class Supervisor:
         self._alarm: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        await self.scale(self._config.num_prefill, self._config.num_decode)
+        config = self._config
+        await self.scale(
+            Desired(
+                num_prefill=config.num_prefill,
+                num_decode=config.num_decode,
+                num_colocated=config.num_colocated,
+            )
+        )
 
-    async def scale(self, num_prefill: int, num_decode: int) -> None:
+    async def scale(self, desired: Desired) -> None:
         """Change how many workers there should be; returns at once."""
-        self._desired = Desired(num_prefill=num_prefill, num_decode=num_decode)
+        self._desired = desired
         self._reconcile()
 
     async def stop(self) -> None:
         """Returns when every worker has ended."""
         tasks = list(self._tasks.values())
-        await self.scale(0, 0)
+        await self.scale(NOTHING)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def state(self) -> ClusterState:

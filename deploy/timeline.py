@@ -59,6 +59,15 @@ def _decode_spans(life: Lifetime) -> list[Span]:
         return []
     times, start = life.decode, life.decode_sent - life.arrived
     arrived = start + times.queue_s
+    decode = Span(
+        name="decode",
+        start_s=arrived + times.transfer_s,
+        duration_s=times.decode_s,
+        note=f"{_who(life.decode_worker)}: {counted(life.num_output_tokens - 1, 'token')}"
+        f" in {counted(times.num_steps, 'step')}",
+    )
+    if life.decode_worker == life.prefill_worker:  # colocated: it never queued or moved again
+        return [decode]
     return [
         Span(name="queue", start_s=start, duration_s=times.queue_s, note=_who(life.decode_worker)),
         Span(
@@ -68,13 +77,7 @@ def _decode_spans(life: Lifetime) -> list[Span]:
             note=f"{counted(times.num_pulled_blocks, 'block')}, {size(times.num_pulled_bytes)}"
             f" {_who(life.prefill_worker)} -> {_who(life.decode_worker)}",
         ),
-        Span(
-            name="decode",
-            start_s=arrived + times.transfer_s,
-            duration_s=times.decode_s,
-            note=f"{_who(life.decode_worker)}: {counted(life.num_output_tokens - 1, 'token')}"
-            f" in {counted(times.num_steps, 'step')}",
-        ),
+        decode,
     ]
 
 

@@ -83,10 +83,8 @@ def _how_to_stop() -> str:
 def describe(config: ClusterConfig) -> str:
     engine = config.engine
     weights = f" with {engine.quantization} weights" if engine.quantization else ""
-    return (
-        f"{config.num_prefill} prefill and {config.num_decode} decode workers,"
-        f" {engine.dtype}{weights}, threads per worker: {engine.num_threads}"
-    )
+    counts = " and ".join(f"{count} {role}" for role, count in config.num_workers.items())
+    return f"{counts} workers, {engine.dtype}{weights}, threads per worker: {engine.num_threads}"
 
 
 def detach(arguments: Sequence[str], settings: Settings, *, records: Records, logs: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from colocated_workers.server import ColocatedServer
 from core.config import WorkerConfig
 from core.worker import Progress, WorkerInfo, WorkerRole
 from decode_workers.server import DecodeServer
@@ -12,7 +13,7 @@ from prefill_workers.server import PrefillServer
 
 
 class ServedWorker(Protocol):
-    """What both front ends offer: start once, wait, stop."""
+    """What all front ends offer: start once, wait, stop."""
 
     async def start(self) -> WorkerInfo: ...
 
@@ -22,9 +23,13 @@ class ServedWorker(Protocol):
 
 
 def make_server(config: WorkerConfig, progress: Progress | None = None) -> ServedWorker:
-    if config.role is WorkerRole.PREFILL:
-        return PrefillServer(config, progress=progress)
-    return DecodeServer(config, progress=progress)
+    match config.role:
+        case WorkerRole.PREFILL:
+            return PrefillServer(config, progress=progress)
+        case WorkerRole.DECODE:
+            return DecodeServer(config, progress=progress)
+        case WorkerRole.COLOCATED:
+            return ColocatedServer(config, progress=progress)
 
 
 async def serve_worker(

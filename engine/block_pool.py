@@ -64,6 +64,8 @@ class BlockPool:
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # idle blocks with a hash, LRU first
+        self._leased: set[int] = set()  # owned or not
+        self._num_quarantined = 0
         self._by_hash: dict[BlockHash, int] = {}
         self._stored: dict[BlockHash, None] = {}  # ordered sets
         self._evicted: dict[BlockHash, None] = {}
@@ -198,12 +200,15 @@ class BlockPool:
             block = self._blocks[block_id]
             assert block.ref_cnt > 0, f"only an owned block can be leased: {block}"
             block.lease_cnt += 1
+            self._leased.add(block_id)
 
     def end_lease(self, block_ids: Sequence[int]) -> None:
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             assert block.lease_cnt > 0, f"block {block_id} was not leased"
             block.lease_cnt -= 1
+            if not block.lease_cnt:
+                self._leased.remove(block_id)
             self._settle(block)
 
     def quarantine(self, block_ids: Iterable[int]) -> None:
@@ -217,6 +222,7 @@ class BlockPool:
             assert block.block_hash is None, f"a block under transfer is not cached: {block}"
             block.ref_cnt = 0
             block.quarantined = True
+            self._num_quarantined += 1
 
     def end_quarantine(self, block_ids: Iterable[int]) -> None:
         """The last writer has ended."""
@@ -224,6 +230,7 @@ class BlockPool:
             block = self._blocks[block_id]
             assert block.quarantined, block
             block.quarantined = False
+            self._num_quarantined -= 1
             self._settle(block)
 
     def drain_events(self) -> CacheEvents:
@@ -238,21 +245,24 @@ class BlockPool:
         return tuple(self._by_hash)
 
     def counts(self) -> PoolCounts:
-        """How many blocks are in each state. Linear in the pool; for reports and tests."""
-        owned = sum(block.ref_cnt > 0 for block in self._blocks)
-        leased = sum(block.ref_cnt == 0 and block.lease_cnt > 0 for block in self._blocks)
-        quarantined = sum(block.quarantined for block in self._blocks)
-        return PoolCounts(len(self._free), len(self._cached), owned, leased, quarantined)
+        """How many blocks are in each state."""
+        free, cached, quarantined = len(self._free), len(self._cached), self._num_quarantined
+        leased = sum(self._blocks[block_id].ref_cnt == 0 for block_id in self._leased)
+        owned = self.num_blocks - free - cached - leased - quarantined
+        return PoolCounts(free, cached, owned, leased, quarantined)
 
     def check(self) -> PoolCounts:
         """Assert the conservation law and the agreement of all three views of a block."""
         counts = self.counts()
-        assert sum(counts) == self.num_blocks, f"{counts} do not sum to {self.num_blocks}"
+        owned = sum(block.ref_cnt > 0 for block in self._blocks)
+        assert owned == counts.owned, f"{owned} blocks are owned; what is left by {counts} is not"
+        quarantined = sum(block.quarantined for block in self._blocks)
+        assert quarantined == counts.quarantined, f"{quarantined} blocks in quarantine: {counts}"
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         for block in self._blocks:
             assert block.ref_cnt >= 0, block
-            assert block.lease_cnt >= 0, block
+            assert (block.lease_cnt > 0) == (block.block_id in self._leased), block
             assert block.idle == (block.block_id in free or block.block_id in self._cached), block
             assert (block.block_id in free) == (block.idle and block.block_hash is None), block
             if block.block_hash is not None:

@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -30,8 +29,7 @@ from engine.scheduler import DecodeScheduler, PrefillScheduler, Reserved
 from engine.sequence import Sequence as EngineSequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """New tokens of one choice of a request in one step."""
 
     request_id: str
@@ -126,7 +124,7 @@ class LLMEngine:
         first = sequence.request.choice_index
         if sequence.error is not None:
             self.abort(*sequence.key)
-            return [replace(_output(sequence), choice_index=first)]
+            return [_output(sequence)._replace(choice_index=first)]
         for beam in group.collect(sequence, self.pool):
             (self._decode if beam.block_ids else self._prefill).add(beam)
         if not group.is_over:

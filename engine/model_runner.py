@@ -6,7 +6,10 @@ block beyond its id.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,24 +21,35 @@ from core.model_config import ModelConfig
 from core.model_files import load_model_config
 from core.request import TokenLogprobs
 from core.worker import Progress
-from engine.batch import (
-    Batch,
-    ForwardInputs,
-    Pooling,
-    ScheduledSequence,
-    SequenceResult,
-    build_inputs,
-)
+from cpu_kernels.library import choose_library
+from engine.batch import Batch, Pooling, ScheduledSequence, SequenceResult, build_inputs
+from engine.fused_stage import fused_stage, stage_inputs
 from engine.kernels import plan_attention
+from engine.kernels.native_attention import native_layout
 from engine.kv_cache import KVCache
 from engine.models.interface import model_class
 from engine.sampler import prompt_logprobs, sample
 from engine.weights.loader import has_own_head, load_weights, open_checkpoint
 from parallel.groups import Group, Placement, SingleRank
+from parallel.packed_weight import pack_weights
 from parallel.partition import kv_head_range
 
 LOGITS_ROWS = 32
 """Prompt rows whose logits are held at once."""
+
+
+class Forward(NamedTuple):
+    """What a forward pass leaves."""
+
+    hidden: Tensor
+    """[num_tokens, hidden_size], not normed yet."""
+    logits: Tensor
+    """[number of sequences with samples, vocab_size] float32."""
+    likeliest: Tensor | None
+    """[number of sequences with samples] int64: argmax of the logits, where it is known already."""
+    finite: Tensor
+    """[number of sequences] bool. What is no number spreads to all later tokens of its sequence, so
+    the last one tells."""
 
 
 class ModelRunner:
@@ -54,6 +68,7 @@ class ModelRunner:
         # Process-wide, and torch's default is all cores: several workers on one machine would
         # otherwise fight for them. Set once, before the first operator.
         torch.set_num_threads(config.num_threads)
+        self._num_threads = config.num_threads
         read = load_model_config(config.model_path)
         model = model_class(read)
         checkpoint = open_checkpoint(config.model_path)
@@ -65,7 +80,10 @@ class ModelRunner:
         self._device = _usable_device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         # Before the weights, which take longest: what cannot work shall be said at once.
+        self._library = _kernel_library(config, progress) if self._device.type == "cpu" else None
         layout = _kv_layout(config, self.model_config, group)
+        if self._library is not None:
+            layout = native_layout(layout, self.model_config)
         self.kv_cache = KVCache(layout, config.cache, device=self._device)
         placement = Placement(
             group=group,
@@ -75,6 +93,15 @@ class ModelRunner:
         )
         self._model = model(self.model_config, placement=placement)
         load_weights(self._model, self._model.adapt(checkpoint), progress)
+        self._stage = None
+        if self._library is not None:
+            pack_weights(self._model, self._library, num_threads=config.num_threads)
+            if layout.inner_order != "plain":
+                self._stage = fused_stage(self._model, self.model_config, group, self._library)
+        if self._stage is not None:
+            # What is left for torch is small, and its waiting threads would take the cores from
+            # ours for milliseconds.
+            torch.set_num_threads(1)
 
     @property
     def weight_bytes(self) -> int:
@@ -85,13 +112,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> tuple[SequenceResult, ...]:
         """Run the step; one result per sequence of the batch, in order."""
-        inputs, hidden = self._forward(batch)
+        forward = self._forward(batch)
+        hidden = forward.hidden
         specs = [sequence.samples for sequence in batch.sequences if sequence.samples]
-        rows = hidden[inputs.sample_rows]
-        sampled = iter(sample(self._model.compute_logits(rows), specs) if specs else ())
-        ends = [*inputs.query_starts[1:], len(hidden)]
-        # What is no number spreads to all later tokens, so the last one tells.
-        finite = hidden[[end - 1 for end in ends]].isfinite().all(dim=1).tolist()
+        sampled = iter(sample(forward.logits, specs, forward.likeliest) if specs else ())
+        starts = (0, *accumulate(len(sequence.token_ids) for sequence in batch.sequences))
         return tuple(
             SequenceResult(
                 sampled=next(sampled) if sequence.samples else (),
@@ -99,23 +124,44 @@ class ModelRunner:
                 is_finite=is_finite,
                 pooled=self._pool(sequence, hidden, start, end),
             )
-            for sequence, start, end, is_finite in zip(
-                batch.sequences, inputs.query_starts, ends, finite, strict=True
+            for sequence, (start, end), is_finite in zip(
+                batch.sequences, pairwise(starts), forward.finite.tolist(), strict=True
             )
         )
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Run the step; [number of sequences with samples, vocab_size] float32."""
-        inputs, hidden = self._forward(batch)
-        return self._model.compute_logits(hidden[inputs.sample_rows])
+        return self._forward(batch).logits
 
-    def _forward(self, batch: Batch) -> tuple[ForwardInputs, Tensor]:
+    def _forward(self, batch: Batch) -> Forward:
         cache = self.kv_cache
         cache.copy_blocks(batch.block_copies)
-        inputs = build_inputs(batch, block_size=cache.layout.block_size, device=self._device)
-        plan = plan_attention(inputs, cache.tensor.shape, self.model_config, dtype=self._dtype)
-        return inputs, self._model(inputs.token_ids, inputs.positions, cache.tensor, plan)
+        block_size = cache.layout.block_size
+        if self._stage is not None:
+            step = stage_inputs(batch, block_size=block_size)
+            return Forward(*self._stage.run(step, cache.tensor, num_threads=self._num_threads))
+        inputs = build_inputs(batch, block_size=block_size, device=self._device)
+        plan = plan_attention(
+            inputs,
+            cache.layout,
+            cache.num_blocks,
+            self.model_config,
+            self._library,
+            dtype=self._dtype,
+        )
+        hidden = self._model(inputs.token_ids, inputs.positions, cache.tensor, plan)
+        last_rows = [
+            first + n - 1 for first, n in zip(inputs.query_starts, inputs.query_lens, strict=True)
+        ]
+        finite = hidden[last_rows].isfinite().all(dim=1)
+        return Forward(hidden, self._logits(hidden[inputs.sample_rows]), None, finite)
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        """Not asked of a model for no row: an encoder may have none to give."""
+        if len(rows) == 0:
+            return rows.new_empty((0, self.model_config.vocab_size), dtype=torch.float32)
+        return self._model.compute_logits(rows)
 
     def _prompt_logprobs(
         self, sequence: ScheduledSequence, hidden: Tensor, first: int
@@ -129,7 +175,7 @@ class ModelRunner:
         for start in range(0, len(next_ids), LOGITS_ROWS):
             some = next_ids[start : start + LOGITS_ROWS]
             rows = hidden[first + start : first + start + len(some)]
-            logits = self._model.compute_logits(rows)
+            logits = self._model.compute_logits(rows.to(self._dtype))
             found += prompt_logprobs(logits, some, sequence.num_prompt_logprobs)
         return tuple(found)
 
@@ -139,6 +185,7 @@ class ModelRunner:
         """Of the sequence's rows, [start, end)."""
         if sequence.pooling is None:
             return None
+        hidden = hidden.to(self._dtype)
         if sequence.pooling is Pooling.CLASSIFY:
             return self._model.compute_logits(hidden[start : start + 1])[0]
         if sequence.pooling is Pooling.MEAN:
@@ -155,6 +202,16 @@ def _check_parallel(config: EngineConfig, group: Group) -> None:
             f"tensor_parallel_size is {config.parallel.tensor_parallel_size}, "
             f"but this rank's group has {group.size} rank(s)"
         )
+
+
+def _kernel_library(config: EngineConfig, progress: Progress | None) -> ctypes.CDLL | None:
+    """Raises ConfigError where the configuration insists on what cannot be had."""
+
+    def note(text: str) -> None:
+        if progress is not None:
+            progress(text, 0.0)
+
+    return choose_library(config.kernels, cache=config.kernel_cache, note=note)
 
 
 def _usable_device(name: str) -> torch.device:

@@ -106,7 +106,7 @@ class Sequence:
 
     @property
     def sequence_key(self) -> tuple[str, int, int]:
-        return (*self.request.key, self.choice_index)
+        return self.request.request_id, self.request.attempt, self.choice_index
 
     @property
     def order(self) -> tuple[int, float]:
@@ -178,7 +178,7 @@ class Sequence:
             samples=self._samples() if end == len(self.token_ids) else (),
             num_prompt_logprobs=self.request.sampling.prompt_logprobs if next_ids else None,
             next_token_ids=next_ids,
-            pooling=self.pooling if self._pools(start, end) else None,
+            pooling=self.pooling if self.pooling and self._pools(start, end) else None,
         )
 
     def _pools(self, start: int, end: int) -> bool:
@@ -193,9 +193,8 @@ class Sequence:
     def _samples(self) -> tuple[SampleSpec, ...]:
         if self.pooling is not None:
             return ()
-        return tuple(
-            self._sample_spec(self.choice_index + index) for index in range(self.num_choices)
-        )
+        first = self.choice_index
+        return tuple([self._sample_spec(first + index) for index in range(self.num_choices)])
 
     def _sample_spec(self, choice_index: int) -> SampleSpec:
         if self.num_candidates:
@@ -205,8 +204,7 @@ class Sequence:
                 position=len(self.token_ids),
                 num_logprobs=self.num_candidates,
             )
-        request, num_output_tokens = self.request, self.num_output_tokens
-        sampling = request.sampling
+        request, sampling = self.request, self.request.sampling
         reads = sampling.reads_tokens
         return SampleSpec(
             sampling=sampling,
@@ -216,7 +214,7 @@ class Sequence:
             prompt_token_ids=request.prompt_token_ids if reads else (),
             output_token_ids=self.output_token_ids if reads else (),
             barred_token_ids=request.ending_token_ids
-            if num_output_tokens < sampling.min_tokens
+            if self.num_output_tokens < sampling.min_tokens
             else (),
         )
 

@@ -2,7 +2,8 @@
 
 kv is [num_layers, 2, num_blocks, num_kv_heads, block_size, row_size]; a message of n blocks is the
 same with n in place of num_blocks, in the order of the block ids given. A row ends with its scale
-where the dtype has one, so scales move with their numbers.
+where the dtype has one, so scales move with their numbers. The bytes stay as they are, unless the
+message is to have another inner order than the pool.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor
+
+from cpu_kernels.kv_order import tile, untile
 
 DIGEST_SIZE = 16
 
@@ -40,6 +43,13 @@ def gather_blocks(kv: Tensor, block_ids: Sequence[int], message: Tensor) -> None
 @torch.inference_mode()
 def scatter_blocks(message: Tensor, kv: Tensor, block_ids: Sequence[int]) -> None:
     kv.index_copy_(2, _index(kv, block_ids), message)
+
+
+@torch.inference_mode()
+def reorder(message: Tensor, source: str, target: str) -> None:
+    """From one inner order to the other (of core/kv.INNER_ORDERS), in place."""
+    if source != target:
+        message.copy_(tile(message) if source == "plain" else untile(message))
 
 
 def _index(kv: Tensor, block_ids: Sequence[int]) -> Tensor:

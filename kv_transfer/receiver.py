@@ -23,8 +23,8 @@ from torch import Tensor
 from core.config import TransferConfig
 from core.errors import AbortedError, TransferError, TwostrokeError
 from core.kv import ChannelOffer, KVHandle, KVLayout, PullRequest
-from kv_transfer.pack import StagingBuffer, digest, scatter_blocks
-from kv_transfer.plan import plan_messages
+from kv_transfer.pack import StagingBuffer, digest, reorder, scatter_blocks
+from kv_transfer.plan import message_layout, plan_messages
 from kv_transfer.transport import Transport, TransportFactory, bare
 
 logger = logging.getLogger(__name__)
@@ -212,6 +212,8 @@ class _Peer:
         self._receiver = receiver
         self._client = client
         self._incarnation = handle.incarnation
+        self._layout = message_layout(handle.layout, receiver.layout)
+        """Of the messages. The owner has it from our offers: a wrong handle costs time, no more."""
         self._renewal_s = max(MIN_RENEWAL_S, min(receiver.config.lease_s, handle.lease_s) / 3)
         self._state = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -422,7 +424,7 @@ class _Peer:
             backend=receiver.transports.backend,
             store_host=listener.meeting.host,
             store_port=listener.meeting.port,
-            layout=receiver.layout,
+            layout=self._layout,
             incarnation=self._incarnation,
             max_message_bytes=receiver.config.max_message_bytes,
         )
@@ -431,7 +433,7 @@ class _Peer:
             transport = listener.accept(min(SETUP_S, deadline - receiver.clock()))
         finally:
             listener.close()
-        return _Channel(channel_id, transport, receiver.kv)
+        return _Channel(channel_id, transport, receiver.kv, self._layout.inner_order)
 
     def _drop_channel(self) -> None:
         with self._state:
@@ -452,9 +454,11 @@ class _Channel:
     """Our end of a channel, with all that must not outlive it: its staging memory, which a late
     message could still write, and the thread that waits for the owner's reply."""
 
-    def __init__(self, channel_id: str, transport: Transport, kv: Tensor) -> None:
+    def __init__(self, channel_id: str, transport: Transport, kv: Tensor, inner_order: str) -> None:
         self.channel_id = channel_id
         self.transport = transport
+        self.inner_order = inner_order
+        """Of the messages."""
         self.staging = (StagingBuffer(kv), StagingBuffer(kv))
         self.last_used = 0.0
         self._num_transfers = 0
@@ -514,5 +518,6 @@ class _Incoming:
             self.post(index + 1)
             if receiver.config.verify_checksum:
                 sums.append(digest(message))
+            reorder(message, self._channel.inner_order, receiver.layout.inner_order)
             scatter_blocks(message, receiver.kv, self._block_ids[part.start : part.stop])
         return tuple(sums)

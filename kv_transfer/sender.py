@@ -22,7 +22,7 @@ from core.kv import BlockRef, ChannelOffer, KVHandle, KVLayout, PullRequest
 from core.prefix import BlockHash
 from core.request import GenerateRequest
 from kv_transfer.lease import EndedLease, LeaseTable
-from kv_transfer.pack import StagingBuffer, digest, gather_blocks
+from kv_transfer.pack import StagingBuffer, digest, gather_blocks, reorder
 from kv_transfer.plan import check_compatible, plan_messages
 from kv_transfer.transport import Transport, TransportFactory, bare
 
@@ -40,6 +40,8 @@ class _Channel:
     that nothing a broken one still reads is written by its heir."""
 
     staging: StagingBuffer
+    inner_order: str
+    """Of the messages: what the receiver asked for."""
     max_message_bytes: int
     last_used: float
     last_transfer_id: int = 0
@@ -125,7 +127,12 @@ class KVSender:
         reason = self._refusal(offer)
         if reason is not None:
             raise HandshakeRefusedError(reason)
-        channel = _Channel(StagingBuffer(self._kv), offer.max_message_bytes, self._clock())
+        channel = _Channel(
+            staging=StagingBuffer(self._kv),
+            inner_order=offer.layout.inner_order,
+            max_message_bytes=offer.max_message_bytes,
+            last_used=self._clock(),
+        )
         receiver = offer.channel_id.partition(".")[0]
         with self._lock:
             num_joining = sum(not other.transport.done() for other in self._channels.values())
@@ -212,6 +219,7 @@ class KVSender:
         ):
             message = channel.staging.message(len(part))
             gather_blocks(self._kv, block_ids[part.start : part.stop], message)
+            reorder(message, self._layout.inner_order, channel.inner_order)
             if self._config.verify_checksum:
                 sums.append(digest(message))
             transport.send(message, deadline - self._clock())

@@ -99,7 +99,7 @@ class QuantizedWeight(Weight):
                 f"int{self.bits} weights are made in groups of {GROUP_SIZE} input features; a "
                 f"layer of this model has {in_features} on each rank"
             )
-        self._dtype = placement.dtype
+        self.dtype = placement.dtype
         self._device = placement.device
 
     def load(
@@ -126,7 +126,7 @@ class QuantizedWeight(Weight):
         return self._dense(indices)
 
     def _dense(self, rows: slice | Tensor) -> Tensor:
-        return dequantize(self._get(rows)).to(self._dtype)
+        return dequantize(self._get(rows)).to(self.dtype)
 
     def _zeros(self, columns: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros((self.out_features, columns), dtype=dtype, device=self._device)

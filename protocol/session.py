@@ -1,7 +1,8 @@
-"""The worker's end of Worker.Session: streams in, outputs out. Knows no engine.
+"""The worker's end of a session: requests in, outputs out. Knows no engine.
 
-A front end (prefill or decode worker) plugs in through three thread-safe calls and publishes what
-each step produced; the hub sends every router its own sequences, one message per step.
+A front end plugs in through three thread-safe calls and publishes what each step produced; the hub
+hands every router its own sequences, all of a step at once: over gRPC (Worker.Session) as one
+message, or, to a router in this process, as they are (`SessionHub.join`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import grpc
@@ -45,76 +46,140 @@ class FrontEnd(Protocol):
         """Publish a report soon whose `stored` names every findable block."""
 
 
-class _Session:
-    """One connected router: what it asked for, and the messages it has not been sent yet."""
+class Reader(Protocol):
+    """Who hears what a worker says. Called on the hub's event loop; must not block or raise."""
 
-    def __init__(self) -> None:
+    def take_outputs(self, outputs: Sequence[SequenceOutput]) -> None:
+        """Those of one step that are its own."""
+
+    def take_report(self, report: WorkerReport) -> None: ...
+
+    def end(self) -> None:
+        """The worker says no more. Idempotent."""
+
+
+class RouterSession:
+    """One connected router: who reads, and what it asked for."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
         self.keys: set[RequestKey] = set()
-        self.outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self.fresh = True
         """No snapshot sent yet; increments would mean nothing to it."""
 
-    def send(self, message: pb.WorkerMessage) -> None:
-        if self.outbox.qsize() >= MAX_QUEUED_MESSAGES:
-            logger.error("a router does not read its stream; closing it")
-            self.close()
-        else:
-            self.outbox.put_nowait(message)
 
-    def close(self) -> None:
-        while not self.outbox.empty():
-            self.outbox.get_nowait()
-        self.outbox.put_nowait(None)
+class _Outbox:
+    """A Reader at the other end of a gRPC stream: the messages it has not been sent yet."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
+
+    def take_outputs(self, outputs: Sequence[SequenceOutput]) -> None:
+        step = pb.StepOutputs(outputs=map(_to_proto, outputs))
+        self._send(pb.WorkerMessage(step=step))
+
+    def take_report(self, report: WorkerReport) -> None:
+        self._send(pb.WorkerMessage(report=report_to_proto(report)))
+
+    def _send(self, message: pb.WorkerMessage) -> None:
+        if self.messages.qsize() >= MAX_QUEUED_MESSAGES:
+            logger.error("a router does not read its stream; closing it")
+            self.end()
+        else:
+            self.messages.put_nowait(message)
+
+    def end(self) -> None:
+        while not self.messages.empty():
+            self.messages.get_nowait()
+        self.messages.put_nowait(None)
 
 
 class SessionHub(worker_pb2_grpc.WorkerServicer):
     """Serves all routers of one worker, on one event loop; `publish*` may be called anywhere."""
 
     def __init__(self, front_end: FrontEnd, info: WorkerInfo) -> None:
+        self.info = info
         self._front_end = front_end
-        self._info = info
         self._loop = asyncio.get_running_loop()
-        self._sessions: set[_Session] = set()
-        self._owner: dict[RequestKey, _Session] = {}
+        self._sessions: set[RouterSession] = set()
+        self._owner: dict[RequestKey, RouterSession] = {}
 
     async def Session(
         self,
         request_iterator: AsyncIterator[pb.RouterMessage],
         context: grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage],
     ) -> AsyncIterator[pb.WorkerMessage]:
-        session = _Session()
-        self._sessions.add(session)
+        outbox = _Outbox()
+        session = self.join(outbox)
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
-            yield pb.WorkerMessage(info=info_to_proto(self._info))
-            self._front_end.request_snapshot()
-            while (message := await session.outbox.get()) is not None:
+            yield pb.WorkerMessage(info=info_to_proto(self.info))
+            while (message := await outbox.messages.get()) is not None:
                 yield message
         finally:
-            self._sessions.discard(session)
             reader.cancel()
-            self._abandon(session)
+            self.leave(session)
             await asyncio.wait([reader])
 
     async def _read(
-        self, session: _Session, request_iterator: AsyncIterator[pb.RouterMessage]
+        self, session: RouterSession, request_iterator: AsyncIterator[pb.RouterMessage]
     ) -> None:
         try:
             async for message in request_iterator:
                 self._accept(session, message)
         finally:
-            session.close()  # the router half-closed or its connection broke
+            session.reader.end()  # the router half-closed or its connection broke
 
-    def _accept(self, session: _Session, message: pb.RouterMessage) -> None:
+    def _accept(self, session: RouterSession, message: pb.RouterMessage) -> None:
         kind = message.WhichOneof("message")
         if kind == "submit":
-            self._submit(session, message.submit)
+            self._accept_submit(session, message.submit)
         elif kind == "abort":
-            self._abort(session, (message.abort.request_id, message.abort.attempt))
+            self.abort(session, (message.abort.request_id, message.abort.attempt))
         elif kind == "hello":
             logger.info("router %s is connected", message.hello.router_id)
 
-    def _abort(self, session: _Session, key: RequestKey) -> None:
+    def _accept_submit(self, session: RouterSession, submit: pb.Submit) -> None:
+        try:
+            handle = handle_from_proto(submit.handle) if submit.HasField("handle") else None
+            request = request_from_proto(submit.request)
+        except TwostrokeError as error:
+            key = (submit.request.request_id, submit.request.attempt)
+            session.reader.take_outputs([_refusal(key, error)])
+            return
+        self.submit(session, request, handle)
+
+    # What a router does, wherever it is. On the event loop.
+
+    def join(self, reader: Reader) -> RouterSession:
+        """`reader` is sent the worker's reports from now on, a snapshot first."""
+        session = RouterSession(reader)
+        self._sessions.add(session)
+        self._front_end.request_snapshot()
+        return session
+
+    def leave(self, session: RouterSession) -> None:
+        """Nobody reads what its sequences would say: they are aborted."""
+        self._sessions.discard(session)
+        for key in session.keys:
+            self._owner.pop(key, None)
+            self._front_end.abort(*key)
+        session.keys.clear()
+
+    def submit(
+        self, session: RouterSession, request: GenerateRequest, handle: KVHandle | None
+    ) -> None:
+        """Its outputs go to the session's reader; a refusal is one of them."""
+        key = request.key
+        if key in self._owner:  # its owner keeps it
+            error = InvalidRequestError("this attempt is already here", param="request_id")
+            session.reader.take_outputs([_refusal(key, error)])
+            return
+        session.keys.add(key)
+        self._owner[key] = session
+        self._front_end.submit(request, handle)
+
+    def abort(self, session: RouterSession, key: RequestKey) -> None:
         """An aborted sequence says nothing more. One that nobody owns may have been handed over:
         then its lease ends."""
         owner = self._owner.get(key)
@@ -123,37 +188,18 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         if owner is None or owner is session:
             self._front_end.abort(*key)
 
-    def _disown(self, session: _Session, key: RequestKey) -> None:
+    def _disown(self, session: RouterSession, key: RequestKey) -> None:
         session.keys.discard(key)
         del self._owner[key]
 
-    def _submit(self, session: _Session, submit: pb.Submit) -> None:
-        key = (submit.request.request_id, submit.request.attempt)
-        if key in self._owner:  # its owner keeps it
-            error = InvalidRequestError("this attempt is already here", param="request_id")
-            _send(session, [SequenceOutput(request_id=key[0], attempt=key[1], error=error)])
-            return
-        session.keys.add(key)
-        self._owner[key] = session
-        try:
-            handle = handle_from_proto(submit.handle) if submit.HasField("handle") else None
-            self._front_end.submit(request_from_proto(submit.request), handle)
-        except TwostrokeError as error:
-            refusal = SequenceOutput(request_id=key[0], attempt=key[1], error=error)
-            self._deliver((refusal,))
+    # What the worker says. Safe from any thread.
 
-    def _abandon(self, session: _Session) -> None:
-        """Nobody reads what these sequences would say."""
-        for key in session.keys:
-            self._owner.pop(key, None)
-            self._front_end.abort(*key)
+    def publish(self, outputs: Sequence[SequenceOutput]) -> None:
+        """Send a step's outputs to the routers that asked for them. Takes the list over."""
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
 
-    def publish(self, outputs: Iterable[SequenceOutput]) -> None:
-        """Send a step's outputs to the routers that asked for them."""
-        self._loop.call_soon_threadsafe(self._deliver, tuple(outputs))
-
-    def _deliver(self, outputs: tuple[SequenceOutput, ...]) -> None:
-        by_session: defaultdict[_Session, list[SequenceOutput]] = defaultdict(list)
+    def _deliver(self, outputs: Sequence[SequenceOutput]) -> None:
+        by_session: defaultdict[RouterSession, list[SequenceOutput]] = defaultdict(list)
         for output in outputs:
             session = self._owner.get(output.key)
             if session is None:  # aborted while the step ran
@@ -162,27 +208,26 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
             if output.is_last:
                 self._disown(session, output.key)
         for session, own in by_session.items():
-            _send(session, own)
+            session.reader.take_outputs(own)
 
     def publish_report(self, report: WorkerReport, *, snapshot: bool) -> None:
         """Tell every router how this worker is doing; fresh ones wait for a snapshot."""
         self._loop.call_soon_threadsafe(self._deliver_report, report, snapshot)
 
     def _deliver_report(self, report: WorkerReport, snapshot: bool) -> None:
-        message = pb.WorkerMessage(report=report_to_proto(report))
         for session in self._sessions:
             if snapshot == session.fresh:
                 session.fresh = False
-                session.send(message)
+                session.reader.take_report(report)
 
     def close(self) -> None:
-        """End all streams; their requests are aborted as each stream ends."""
+        """End all sessions; their requests are aborted as each one leaves."""
         for session in tuple(self._sessions):
-            session.close()
+            session.reader.end()
 
 
-def _send(session: _Session, outputs: list[SequenceOutput]) -> None:
-    session.send(pb.WorkerMessage(step=pb.StepOutputs(outputs=map(_to_proto, outputs))))
+def _refusal(key: RequestKey, error: TwostrokeError) -> SequenceOutput:
+    return SequenceOutput(request_id=key[0], attempt=key[1], error=error)
 
 
 def _to_proto(output: SequenceOutput) -> pb.SequenceOutput:

@@ -1,6 +1,6 @@
 """One served worker: a gRPC server, its sessions, and the thread that steps the engine.
 
-Generic over the front end, so prefill and decode workers share the shell and not the policy.
+Generic over the front end, so the three kinds of workers share the shell and not the policy.
 """
 
 from __future__ import annotations

@@ -29,16 +29,13 @@ from core.errors import (
     WorkerUnavailableError,
 )
 from core.lifetime import Lifetime
-from core.worker import WorkerRole
 from router.choice import LifetimeObserver, TextChunk, collect, merge, pick_best, write_choice
 from router.generate import Fleet
 from router.http_errors import describe, error_body, error_headers, http_error, is_internal
 from router.http_exchange import (
     REQUEST_ID,
     Envelope,
-    SlowClientError,
     client_label,
-    drop_connection,
     read_body,
     send_body,
     send_start,
@@ -65,8 +62,9 @@ from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-LONG_BODY_BYTES = 16 << 10
-"""Larger bodies are parsed and tokenized in a thread, so that no stream stutters meanwhile."""
+LONG_BODY_BYTES = 4 << 10
+"""Larger bodies (a millisecond and more of work) are parsed and tokenized in a thread, so that no
+stream stutters meanwhile."""
 MAX_LONG_PREPARATIONS = 4
 """Of such bodies at once. The others wait, and leave threads for whoever else needs one."""
 _JSON = {"content-type": "application/json"}
@@ -150,9 +148,9 @@ def _add_operator_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.head("/health")
     @app.get("/health")
     async def health() -> Response:
-        """Ready: somebody prefills and somebody decodes."""
+        """Ready: every role that a request needs is there."""
         registry = gateway.fleet.registry
-        counts = {role.value: len(registry.snapshots(role)) for role in WorkerRole}
+        counts = {role.value: len(registry.snapshots(role)) for role in registry.roles}
         missing = [role for role, count in counts.items() if not count]
         body = {"status": "unavailable" if missing else "ok", "workers": counts, "missing": missing}
         return JSONResponse(body, status_code=503 if missing else 200)
@@ -240,10 +238,7 @@ class Exchange(Response):
                 )
             )
             respond = self._stream if prepared.stream else self._whole
-            try:
-                await unless_gone(receive, respond(answer, writer, request_id, send))
-            except SlowClientError:
-                await drop_connection(scope)
+            await unless_gone(receive, respond(answer, writer, request_id, send))
 
     async def _prepare(self, body: bytes, request_id: str) -> Prepared:
         gateway = self._gateway
@@ -296,8 +291,6 @@ class Exchange(Response):
             async for chunk in chunks:
                 if data := writer.events(chunk):
                     await send_body(send, one_line(data), more=True)
-        except SlowClientError:
-            raise
         except Exception as error:  # the status line is out: an event is all that can be said
             known = error if isinstance(error, TwostrokeError) else InternalError("a bug")
             logger.warning("request %s broke off", request_id, exc_info=error)

@@ -187,15 +187,16 @@ async def write_choice(
         observer.ended(life)
 
 
-async def merge(
+def merge(
     choices: Sequence[AsyncGenerator[TextChunk, None]],
 ) -> AsyncGenerator[TextChunk, None]:
     """Chunks of all choices as they come. The first error ends all of them and is raised."""
-    if len(choices) == 1:
-        async with aclosing(choices[0]) as only:
-            async for chunk in only:
-                yield chunk
-        return
+    return choices[0] if len(choices) == 1 else _merge(choices)
+
+
+async def _merge(
+    choices: Sequence[AsyncGenerator[TextChunk, None]],
+) -> AsyncGenerator[TextChunk, None]:
     queue: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(MAX_WAITING_CHUNKS)
     tasks = [asyncio.create_task(_forward(choice, queue)) for choice in choices]
     try:

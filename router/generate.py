@@ -1,5 +1,6 @@
 """The life of a request: choose, prefill, yield, choose, decode, yield; what breaks goes again.
 
+A colocated worker does both strokes, so there the second choice falls away.
 A request with its tokens so far is a complete value, so there is one recovery path for preemption,
 a dead worker, a lost transfer and an expired lease: `with_output`, and from the top. Promises that
 every request ends (last token, error, or the deadline), that no token is given twice, and that
@@ -16,11 +17,10 @@ from dataclasses import dataclass, replace
 from core.errors import DeadlineExceededError, InternalError, RetryableError
 from core.lifetime import Lifetime
 from core.request import GenerateRequest, SequenceOutput
-from core.worker import WorkerId
+from core.worker import WorkerId, WorkerRole
 from router.prefix_index import PrefixIndex
 from router.registry import WorkerRegistry
 from router.route import Route
-from router.worker_client import OutputStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +50,21 @@ async def generate(
             choice = route.choose_prefill(request)
             stamps = Stamps(life, choice.worker_id, choice.num_cached_tokens)
             with registry.submit(
-                choice.worker_id,
-                request,
-                num_tokens=choice.num_uncached_tokens,
-                timeout_s=time_left(deadline),
+                choice.worker_id, request, timeout_s=time_left(deadline)
             ) as outputs:
-                first = await only_output(outputs)
-            stamps.prefilled(first)
-            output += first.token_ids
+                with registry.computing(choice.worker_id, choice.num_uncached_tokens):
+                    first = await anext(outputs)
+                check_first(first, choice.role)
+                stamps.prefilled(first)
+                output += first.token_ids
+                if choice.role is WorkerRole.COLOCATED:
+                    yield first
+                    stamps.decode_chosen(choice.worker_id)
+                    async for new in outputs:
+                        stamps.decoded(new)
+                        output += new.token_ids
+                        yield new
+                    return
             with released_unless_taken(registry, choice.worker_id, request) as handover:
                 handover.taken = first.handle is None
                 yield first
@@ -100,13 +107,14 @@ def released_unless_taken(
             registry.release(prefill, request.request_id, request.attempt)
 
 
-async def only_output(outputs: OutputStream) -> SequenceOutput:
+def check_first(output: SequenceOutput, role: WorkerRole) -> None:
     """A prefill worker says one thing of a request: the last token of all, or a token and where
-    its KV waits."""
-    output = await anext(outputs)
-    if not output.token_ids or (output.handle is None) == (output.finish_reason is None):
-        raise InternalError("the prefill worker's answer holds no token or no way to go on")
-    return output
+    its KV waits. A colocated worker goes on by itself."""
+    goes_on = output.finish_reason is None
+    if not output.token_ids or (output.handle is not None) != (
+        goes_on and role is WorkerRole.PREFILL
+    ):
+        raise InternalError(f"the {role} worker's answer holds no token or no way to go on")
 
 
 def time_left(deadline: float) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from core.errors import (
     AbortedError,
@@ -37,25 +37,19 @@ logger = logging.getLogger(__name__)
 
 BODY_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 30.0
-"""A client that takes nothing for this long is gone. What waits for it meanwhile is bounded by the
-tokens of that time."""
+"""A client that takes too little for this long is gone. What waits for it meanwhile is bounded by
+the tokens of that time."""
 REQUEST_ID = "twostroke.request_id"
 """Key in the ASGI scope: our id of the request."""
 _LABEL = re.compile(rb"[A-Za-z0-9._:/-]{1,64}")
 MAX_HEADER_BYTES = 64 << 10
 _HEADER_PUNCTUATION = 4
 """Bytes of a header line besides name and value."""
-ABORT = "twostroke.abort"
-"""ASGI extension: `call` drops the connection with all that waits in it."""
-
-
-class SlowClientError(AbortedError):
-    """Its connection must be dropped: nothing more can be said over it."""
 
 
 class AbortableProtocol(HttpToolsProtocol):
-    """Lets the application drop a connection (closing it would wait for a reader that is gone),
-    and bounds what a client may send outside of bodies, which the server would keep."""
+    """Drops the connection of a client that does not read (closing it would wait for it), and
+    bounds what a client may send outside of bodies, which the server would keep."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._num_header_bytes = 0
@@ -64,7 +58,32 @@ class AbortableProtocol(HttpToolsProtocol):
         """Received since the parser last got to the end of headers or to bytes of a body: it keeps
         the header it is in the middle of."""
         self._advanced = False
+        self._cycles: list[RequestResponseCycle] = []
+        """Requests not answered yet; only the last one hears of the connection's end elsewhere."""
+        self._patience: asyncio.TimerHandle | None = None
+        """Runs while the client does not take what is sent: a deadline that costs writes nothing,
+        whereas one timeout each would be the dearest part of a streamed token."""
         super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._end_patience()
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._patience = self.loop.call_later(SEND_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_patience()
+
+    def _end_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def data_received(self, data: bytes) -> None:
         self._advanced = False
@@ -77,7 +96,6 @@ class AbortableProtocol(HttpToolsProtocol):
         self._advanced = True
         self._num_header_bytes = 0
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
 
     def on_url(self, url: bytes) -> None:
         self._count(url)
@@ -90,6 +108,8 @@ class AbortableProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._advanced = True
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._advanced = True
@@ -132,11 +152,6 @@ def _last_reply(error: InvalidRequestError) -> bytes:
     lines = [f"HTTP/1.1 {status} {status_phrase(status)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-async def drop_connection(scope: Scope) -> None:
-    scope["extensions"][ABORT]["call"]()
-    await asyncio.sleep(0)  # until the server has seen it, or it complains of an unfinished reply
 
 
 class Envelope:
@@ -188,12 +203,8 @@ async def send_start(send: Send, status: int, headers: dict[str, str]) -> None:
 
 
 async def send_body(send: Send, body: bytes, *, more: bool) -> None:
-    """Raises SlowClientError when the client has not taken earlier bytes for SEND_TIMEOUT_S."""
-    try:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-    except TimeoutError:
-        raise SlowClientError("the client does not read its answer") from None
+    """Waits for a client that is slow to take earlier bytes."""
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def send_whole(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:

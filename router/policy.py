@@ -53,12 +53,14 @@ def choose_prefill(
     exclude: Collection[WorkerId] = (),
     avoid: Collection[WorkerId] = (),
     rotation: int = 0,
+    role: WorkerRole = WorkerRole.PREFILL,
 ) -> WorkerSnapshot:
     """The worker that will have computed the prompt after the fewest tokens.
 
     `matched` counts the leading blocks each worker holds. Ties: fewest requests in flight, then
     round robin by `rotation`. Workers in `avoid` and suspects are taken only when no other is
-    left, those in `exclude` never. Raises WorkerUnavailableError.
+    left, those in `exclude` never. `role` is what the workers are, for the error. Raises
+    WorkerUnavailableError.
     """
 
     def cost(worker: WorkerSnapshot) -> tuple[int, int]:
@@ -66,7 +68,7 @@ def choose_prefill(
         backlog = max(worker.num_queued_tokens, worker.num_in_flight_tokens)
         return backlog + uncached, worker.num_in_flight
 
-    return _least(workers, cost, WorkerRole.PREFILL, exclude, avoid, rotation)
+    return _least(workers, cost, role, exclude, avoid, rotation)
 
 
 def choose_decode(

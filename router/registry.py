@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from core.errors import WorkerUnavailableError
 from core.kv import KVHandle
 from core.request import GenerateRequest
-from core.worker import WorkerId, WorkerInfo, WorkerReport, WorkerRole
+from core.worker import (
+    DISAGGREGATED,
+    WorkerId,
+    WorkerInfo,
+    WorkerReport,
+    WorkerRole,
+    needed_roles,
+)
 from router.policy import WorkerSnapshot
-from router.worker_client import OutputStream, WorkerClient, WorkerListener
+from router.worker_connection import OutputStream, WorkerConnection, WorkerListener
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +27,10 @@ class WorkerEndpoint:
 
     role: WorkerRole
     address: str
+
+
+Connect = Callable[[WorkerEndpoint, WorkerListener], WorkerConnection]
+"""How a worker is reached; the connection is not started yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +56,7 @@ class WorkerStatus:
 
 
 class _Worker:
-    def __init__(self, endpoint: WorkerEndpoint, client: WorkerClient) -> None:
+    def __init__(self, endpoint: WorkerEndpoint, client: WorkerConnection) -> None:
         self.endpoint = endpoint
         self.client = client
         self.num_in_flight = 0
@@ -71,22 +82,27 @@ class _Worker:
 class WorkerRegistry:
     """All methods belong to one event loop. Workers of another model or role are never used."""
 
-    def __init__(self, model: str, listener: WorkerListener, *, router_id: str) -> None:
+    def __init__(self, model: str, listener: WorkerListener, *, connect: Connect) -> None:
+        self.roles: tuple[WorkerRole, ...] = DISAGGREGATED
+        """Who must be there for a request; stays while there are no workers at all."""
         self._model = model
         self._listener = listener
-        self._router_id = router_id
+        self._connect = connect
         self._workers: dict[WorkerEndpoint, _Worker] = {}
         self._rotations = dict.fromkeys(WorkerRole, 0)
 
     async def set(self, endpoints: Sequence[WorkerEndpoint]) -> None:
         """Connect to new ones, drop those not named any more. Idempotent, returns at once but for
-        the dropped ones, whose requests are routed again."""
+        the dropped ones, whose requests are routed again. Raises ConfigError when colocated workers
+        and others mix."""
+        if endpoints:
+            self.roles = needed_roles({endpoint.role for endpoint in endpoints})
         unwanted = [endpoint for endpoint in self._workers if endpoint not in endpoints]
         gone = [self._workers.pop(endpoint) for endpoint in unwanted]
         for endpoint in endpoints:
             if endpoint in self._workers:
                 continue
-            client = WorkerClient(endpoint.address, self._listener, router_id=self._router_id)
+            client = self._connect(endpoint, self._listener)
             self._workers[endpoint] = _Worker(endpoint, client)
             client.start()
         for worker in gone:
@@ -122,26 +138,30 @@ class WorkerRegistry:
         request: GenerateRequest,
         handle: KVHandle | None = None,
         *,
-        num_tokens: int = 0,
         timeout_s: float | None = None,
     ) -> Iterator[OutputStream]:
-        """Have `request` in flight on a worker for as long as the block lasts.
-
-        `num_tokens`: what it is expected to compute there before it answers. Leaving the block
-        early aborts the request. Raises WorkerUnavailableError when the worker is gone.
-        """
-        worker = self._find(worker_id)
-        if worker is None:  # between choice and submit nothing awaits, but callers may hold ids
-            raise WorkerUnavailableError(f"{worker_id} is not connected any more")
+        """Have `request` in flight on a worker for as long as the block lasts. Leaving it early
+        aborts the request. Raises WorkerUnavailableError when the worker is gone."""
+        worker = self._required(worker_id)
         worker.num_in_flight += 1
-        worker.num_in_flight_tokens += num_tokens
         try:
             with worker.client.submit(request, handle, timeout_s=timeout_s) as outputs:
                 yield outputs
         finally:
             worker.num_in_flight -= 1
+            assert worker.num_in_flight >= 0
+
+    @contextmanager
+    def computing(self, worker_id: WorkerId, num_tokens: int) -> Iterator[None]:
+        """A worker is expected to compute so many prompt tokens before the block is left. Raises
+        WorkerUnavailableError when it is gone."""
+        worker = self._required(worker_id)
+        worker.num_in_flight_tokens += num_tokens
+        try:
+            yield
+        finally:
             worker.num_in_flight_tokens -= num_tokens
-            assert worker.num_in_flight >= 0 <= worker.num_in_flight_tokens
+            assert worker.num_in_flight_tokens >= 0
 
     def release(self, worker_id: WorkerId, request_id: str, attempt: int) -> None:
         """End the lease of a handle that nobody will pull. A worker that is gone has none."""
@@ -159,11 +179,17 @@ class WorkerRegistry:
                 info=worker.client.info,
                 report=worker.client.report,
                 num_in_flight=worker.num_in_flight,
-                num_unknown_outputs=worker.client.num_unknown_outputs,
+                num_unknown_outputs=worker.client.streams.num_unknown_outputs,
                 num_sessions=worker.client.num_sessions,
             )
             for worker in self._workers.values()
         ]
+
+    def _required(self, worker_id: WorkerId) -> _Worker:
+        worker = self._find(worker_id)
+        if worker is None:  # between choice and submit nothing awaits, but callers may hold ids
+            raise WorkerUnavailableError(f"{worker_id} is not connected any more")
+        return worker
 
     def _find(self, worker_id: WorkerId) -> _Worker | None:
         return next((w for w, info in self._usable() if info.worker_id == worker_id), None)

@@ -35,6 +35,8 @@ MAX_DEATHS = 2
 
 class PrefillChoice(NamedTuple):
     worker_id: WorkerId
+    role: WorkerRole
+    """COLOCATED: it decodes too."""
     num_uncached_tokens: int
     """What it is expected to compute."""
     num_cached_tokens: int
@@ -42,7 +44,8 @@ class PrefillChoice(NamedTuple):
 
 
 class Route:
-    """`prefill` and `decode` say where the request is or was last; None before the choice."""
+    """`prefill` and `decode` say where the request is or was last; None before the choice. A
+    colocated worker is `prefill` all the time."""
 
     def __init__(
         self,
@@ -69,16 +72,9 @@ class Route:
         """Raises WorkerUnavailableError, also when no decode worker could go on afterwards."""
         self.prefill = self.decode = None
         self._hashes.clear()
-        workers = self._registry.snapshots(WorkerRole.PREFILL)
-        decoders = [w.worker_id for w in self._registry.snapshots(WorkerRole.DECODE)]
-        usable = [d for d in decoders if d not in self._dead]
-        if not usable and request.num_remaining_tokens > 1:
-            raise WorkerUnavailableError("no decode worker is connected")
-        refused = {
-            worker.worker_id
-            for worker in workers
-            if usable and all((worker.worker_id, d) in self._refused for d in usable)
-        }
+        role = self._registry.roles[0]
+        workers = self._registry.snapshots(role)
+        refused = set() if role is WorkerRole.COLOCATED else self._without_decode(request, workers)
         num_tokens = len(request.token_ids)
         matched = self._match(request, workers)
         chosen = choose_prefill(
@@ -87,12 +83,27 @@ class Route:
             matched=matched,
             exclude=self._dead | refused,
             avoid=self._avoided,
-            rotation=self._registry.next_rotation(WorkerRole.PREFILL),
+            rotation=self._registry.next_rotation(role),
+            role=role,
         )
         self.prefill = chosen.worker_id
         self._index.expect(chosen.worker_id, self._hashes_for(request, chosen), self._clock())
         uncached = num_uncached_tokens(chosen, num_tokens, matched.get(chosen.worker_id, 0))
-        return PrefillChoice(chosen.worker_id, uncached, num_tokens - uncached)
+        return PrefillChoice(chosen.worker_id, role, uncached, num_tokens - uncached)
+
+    def _without_decode(
+        self, request: GenerateRequest, workers: Sequence[WorkerSnapshot]
+    ) -> set[WorkerId]:
+        """Prefill workers from which no decode worker could go on."""
+        decoders = [w.worker_id for w in self._registry.snapshots(WorkerRole.DECODE)]
+        usable = [d for d in decoders if d not in self._dead]
+        if not usable and request.num_remaining_tokens > 1:
+            raise WorkerUnavailableError("no decode worker is connected")
+        return {
+            worker.worker_id
+            for worker in workers
+            if usable and all((worker.worker_id, d) in self._refused for d in usable)
+        }
 
     def choose_decode(self, request: GenerateRequest) -> WorkerId:
         """Chosen with fresh load, after prefill. Raises WorkerUnavailableError."""

@@ -20,10 +20,12 @@ from router.generate import Fleet
 from router.http_exchange import AbortableProtocol
 from router.metrics import RouterMetrics
 from router.prefix_index import MemoryPrefixIndex, PrefixIndex
-from router.registry import WorkerEndpoint, WorkerRegistry
+from router.registry import Connect, WorkerEndpoint, WorkerRegistry
 from router.request_limit import RequestLimit
 from router.request_log import RequestLog
 from router.tokenizer import Tokenizer
+from router.worker_client import WorkerClient
+from router.worker_connection import WorkerConnection, WorkerListener
 
 __all__ = ["RouterServer", "WorkerEndpoint"]
 
@@ -36,11 +38,14 @@ BACKLOG = 2048
 class RouterServer:
     """`start`, any number of `set_workers`, `stop`. Installs no signal handlers."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: RouterConfig, tokenizer: Tokenizer, *, connect: Connect | None = None
+    ) -> None:
+        """`connect` None: every worker over gRPC."""
         self._config = config
         index = MemoryPrefixIndex()
         self.registry = WorkerRegistry(
-            config.served_model_name, _IndexFeed(index), router_id=uuid4().hex
+            config.served_model_name, _IndexFeed(index), connect=connect or over_grpc()
         )
         metrics = RouterMetrics(self.registry.statuses)
         gateway = Gateway(
@@ -111,6 +116,16 @@ class RouterServer:
             await asyncio.wait(tuple(cancelled))
         if self._socket is not None:
             self._socket.close()
+
+
+def over_grpc() -> Connect:
+    """As one router: workers see one and the same id in all its sessions."""
+    router_id = uuid4().hex
+
+    def connect(worker: WorkerEndpoint, listener: WorkerListener) -> WorkerConnection:
+        return WorkerClient(worker.address, listener, router_id=router_id)
+
+    return connect
 
 
 class _Server(uvicorn.Server):

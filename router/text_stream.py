@@ -275,6 +275,8 @@ class TextStream:
         """New text that is safe to send; maybe empty."""
         if self.stopped or self._finished:
             return ""
+        if not self._num_unarmed:
+            return self._stop.push(self._decode(token_ids))
         early, late = token_ids[: self._num_unarmed], token_ids[self._num_unarmed :]
         self._num_unarmed -= len(early)
         text = self._stop.push(self._decode(early), armed=False) if early else ""

@@ -1,8 +1,7 @@
 """The router's end of Worker.Session: one stream per worker, shared by all its requests.
 
 Owns the connection (reconnects with backoff) and hands each output to the request it belongs to by
-(request_id, attempt). Promises that every OutputStream ends: with the worker's last output or with
-an error; when the connection breaks, all of them at once. Knows no policy and no HTTP.
+(request_id, attempt). Knows no policy and no HTTP.
 """
 
 from __future__ import annotations
@@ -10,21 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import cast
 
 import grpc
 
 from core.errors import (
-    DeadlineExceededError,
     InternalError,
     TwostrokeError,
     WorkerLostError,
     WorkerUnavailableError,
 )
 from core.kv import KVHandle
-from core.request import GenerateRequest, RequestKey, SequenceOutput
+from core.request import GenerateRequest
 from core.worker import WorkerInfo, WorkerReport
 from protocol import worker_pb2 as pb
 from protocol import worker_pb2_grpc
@@ -36,6 +32,7 @@ from protocol.convert import (
     request_to_proto,
 )
 from protocol.worker_server import MAX_MESSAGE_BYTES
+from router.worker_connection import OutputStream, Streams, WorkerListener
 
 logger = logging.getLogger(__name__)
 
@@ -58,100 +55,27 @@ _CHANNEL_OPTIONS = (
 )
 
 
-class WorkerListener(Protocol):
-    """Told what the worker says of itself. Called on the event loop; must not block or raise."""
-
-    def worker_reported(self, info: WorkerInfo, report: WorkerReport) -> None: ...
-
-    def worker_lost(self, info: WorkerInfo) -> None:
-        """The stream broke or was closed; what was reported over it no longer holds."""
-
-
-class OutputStream:
-    """One request's outputs in order. Iterate once, inside `with`: leaving early aborts it."""
-
-    def __init__(self, abort: Callable[[], None]) -> None:
-        self._abort = abort
-        self._items: asyncio.Queue[SequenceOutput | TwostrokeError] = asyncio.Queue()
-        self._ended = False
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> SequenceOutput:
-        """Raises the error the request ended with; stops after the last output."""
-        if self._ended:
-            raise StopAsyncIteration
-        item = await self._items.get()
-        error = item if isinstance(item, TwostrokeError) else item.error
-        if error is not None:
-            # Raised by this router, the worker may still be at it: then close() aborts it.
-            self._ended = isinstance(item, SequenceOutput) or isinstance(error, WorkerLostError)
-            raise error
-        assert isinstance(item, SequenceOutput)
-        self._ended = item.is_last
-        return item
-
-    def close(self) -> None:
-        """Idempotent. Tells the worker, unless the request has ended there."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self._ended:
-            self._ended = True
-            self._abort()
-
-    def put(self, item: SequenceOutput | TwostrokeError) -> None:
-        self._items.put_nowait(item)
-
-    def expire_after(self, seconds: float) -> None:
-        """One timer for the whole request: a deadline that costs nothing per token."""
-        error = DeadlineExceededError("the request's time ran out")
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self.put, error)
-
-
 class WorkerClient:
-    """`start`, any number of `submit` and `release`, `close`. All on one event loop."""
+    """A WorkerConnection over gRPC."""
 
     def __init__(self, address: str, listener: WorkerListener, *, router_id: str) -> None:
         self.address = address
         self.info: WorkerInfo | None = None
-        """Who answers there; None while not connected."""
         self.report: WorkerReport | None = None
         self.suspect = False
-        """Silent for long although it has work."""
-        self.num_unknown_outputs = 0
-        """Outputs of ended attempts: zombies, ignored."""
         self.num_sessions = 0
+        self.streams = Streams()
         self._listener = listener
         self._router_id = router_id
-        self._streams: dict[RequestKey, OutputStream] = {}
         self._outbox: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
         self._last_message = 0.0
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def num_outstanding(self) -> int:
-        return len(self._streams)
 
     def start(self) -> None:
         assert self._task is None, "started twice"
         self._task = asyncio.create_task(self._run(), name=f"session with {self.address}")
 
     async def close(self) -> None:
-        """End the session; the worker aborts what is left, and so do its streams here."""
         self._end_session(WorkerUnavailableError("the worker was taken out of service"))
         if self._task is not None:
             self._task.cancel()
@@ -164,28 +88,18 @@ class WorkerClient:
         *,
         timeout_s: float | None = None,
     ) -> OutputStream:
-        """Hand a request over. The stream raises DeadlineExceededError after `timeout_s`.
-
-        Raises WorkerUnavailableError when not connected.
-        """
         if self.info is None:
             raise WorkerUnavailableError(f"the worker at {self.address} is not connected")
-        key = request.key
-        assert key not in self._streams, f"{key} is already on {self.info.worker_id}"
         submit = pb.Submit(
             request=request_to_proto(request),
             handle=None if handle is None else handle_to_proto(handle),
         )
-        stream = OutputStream(lambda: self.release(*key))
-        self._streams[key] = stream
-        if timeout_s is not None:
-            stream.expire_after(timeout_s)
+        stream = self.streams.open(request.key, self.release, timeout_s)
         self._outbox.put_nowait(pb.RouterMessage(submit=submit))
         return stream
 
     def release(self, request_id: str, attempt: int) -> None:
-        """End a request there, and the lease of a handle that nobody will pull."""
-        self._streams.pop((request_id, attempt), None)
+        self.streams.forget(request_id, attempt)
         if self.info is not None:
             abort = pb.Abort(request_id=request_id, attempt=attempt)
             self._outbox.put_nowait(pb.RouterMessage(abort=abort))
@@ -248,10 +162,8 @@ class WorkerClient:
             logger.info("connected to %s at %s", self.info.worker_id, self.address)
 
     def _dispatch(self, message: pb.SequenceOutput) -> None:
-        key = (message.request_id, message.attempt)
-        stream = self._streams.get(key)
+        stream = self.streams.find((message.request_id, message.attempt))
         if stream is None:
-            self.num_unknown_outputs += 1
             return
         try:
             output = output_from_proto(message)
@@ -259,15 +171,11 @@ class WorkerClient:
             logger.exception("an output of %s cannot be read", self.address)
             stream.put(InternalError("the worker's answer cannot be read"))
             return
-        if output.is_last:
-            del self._streams[key]
-        stream.put(output)
+        self.streams.put(stream, output)
 
     def _end_session(self, error: TwostrokeError) -> None:
         info, self.info, self.report, self.suspect = self.info, None, None, False
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.put(error)
+        self.streams.end(error)
         if info is not None:
             self._listener.worker_lost(info)
 
@@ -277,7 +185,7 @@ class WorkerClient:
         busy_since = clock()
         while True:
             await asyncio.sleep(SUSPECT_AFTER_S / 10)
-            if not self._streams:
+            if not self.streams:
                 busy_since = clock()
             silence_s = clock() - max(self._last_message, busy_since)
             suspect = silence_s > SUSPECT_AFTER_S

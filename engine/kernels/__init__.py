@@ -2,7 +2,7 @@
 functions exported here choose; models never know which one ran.
 """
 
-from engine.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
+from engine.kernels.attention import AttentionPlan, paged_attention, plan_attention
 from engine.kernels.reference import gelu_and_mul, layer_norm, rms_norm, rope, silu_and_mul, softcap
 
 __all__ = [

@@ -1,20 +1,22 @@
-"""Attention over paged KV: write the new keys and values, attend to all of a sequence's blocks.
+"""Attention over paged KV, in torch: write the new keys and values, attend to all of a sequence's
+blocks.
 
 What is equal for all layers of a step (index tensors, masks, grouping) is made once, by
-`plan_attention`. Sequences with one query are attended to in batches padded to a common length;
-longer chunks one by one. A sequence's padding is its own last block, never another's, so that
+`plan_torch`. Sequences with one query are attended to in batches padded to a common length; longer
+chunks one by one. A sequence's padding is its own last block, never another's, so that
 nobody's values can reach a neighbour (zero times NaN is NaN).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from core.kv import KVLayout
 from core.model_config import ModelConfig
 from engine.batch import ForwardInputs
 from engine.kernels.reference import decode_attention, gather_kv, prefill_attention, store_kv
@@ -49,8 +51,8 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionPlan:
-    """One step's attention, the same for every layer but for the layer's window."""
+class TorchAttentionPlan:
+    """For a cache in plain order."""
 
     scale: float
     softcap: float | None
@@ -60,37 +62,30 @@ class AttentionPlan:
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillChunk, ...]
 
-
-def paged_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv_layer: Tensor,
-    plan: AttentionPlan,
-    window: Window = None,
-) -> Tensor:
-    """query [T, H, D], key and value [T, K, D], kv_layer [2, num_blocks, K, block_size, R], which
-    is written to -> [T, H, D]. `window` is one of those the plan was made for."""
-    key, value = store_kv(key, value, kv_layer, plan.store_rows)
-    out = torch.empty_like(query)
-    for group in plan.decode:
-        keys, values = gather_kv(kv_layer, group.gather, len(group.rows), query.dtype)
-        out[group.rows] = decode_attention(
-            query[group.rows], keys, values, group.masks[window], plan.scale, plan.softcap
-        )
-    for chunk in plan.prefill:
-        rows = slice(chunk.start, chunk.end)
-        keys, values = _chunk_kv(key[rows], value[rows], kv_layer, chunk)
-        out[rows] = prefill_attention(
-            query[rows],
-            keys,
-            values,
-            chunk.masks[window],
-            plan.scale,
-            plan.softcap,
-            causal=plan.causal,
-        )
-    return out
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, window: Window
+    ) -> Tensor:
+        """`window` is one of those the plan was made for."""
+        key, value = store_kv(key, value, kv_layer, self.store_rows)
+        out = torch.empty_like(query)
+        for group in self.decode:
+            keys, values = gather_kv(kv_layer, group.gather, len(group.rows), query.dtype)
+            out[group.rows] = decode_attention(
+                query[group.rows], keys, values, group.masks[window], self.scale, self.softcap
+            )
+        for chunk in self.prefill:
+            rows = slice(chunk.start, chunk.end)
+            keys, values = _chunk_kv(key[rows], value[rows], kv_layer, chunk)
+            out[rows] = prefill_attention(
+                query[rows],
+                keys,
+                values,
+                chunk.masks[window],
+                self.scale,
+                self.softcap,
+                causal=self.causal,
+            )
+        return out
 
 
 def _chunk_kv(
@@ -103,15 +98,17 @@ def _chunk_kv(
     return keys[0, :, : chunk.seq_len], values[0, :, : chunk.seq_len]
 
 
-def plan_attention(
-    inputs: ForwardInputs, kv_shape: Sequence[int], config: ModelConfig, *, dtype: torch.dtype
-) -> AttentionPlan:
-    """`kv_shape` is that of the whole cache: [num_layers, 2, num_blocks, K, block_size, R]."""
-    _, _, num_blocks, num_kv_heads, block_size, _ = kv_shape
-    planner = _Planner(inputs, num_blocks, num_kv_heads, block_size, config, dtype)
-    scale = config.attention_scale
-    return AttentionPlan(
-        scale=config.head_dim**-0.5 if scale is None else scale,
+def plan_torch(
+    inputs: ForwardInputs,
+    layout: KVLayout,
+    num_blocks: int,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+) -> TorchAttentionPlan:
+    planner = _Planner(inputs, num_blocks, layout.num_kv_heads, layout.block_size, config, dtype)
+    return TorchAttentionPlan(
+        scale=config.softmax_scale,
         softcap=config.attn_logit_softcap,
         causal=config.is_causal,
         store_rows=planner.store_rows(),

@@ -40,12 +40,12 @@ class RotaryEmbedding(nn.Module):
                 f"setting partial_rotary_factor: {config.architecture} models rotate whole heads"
             )
         self._dtype = placement.dtype
-        self._inv_freq = inverse_frequencies(config).to(placement.device)
-        self._attention_factor = attention_factor(config.rope_scaling)
+        self.inv_freq = inverse_frequencies(config).to(placement.device)
+        self.attention_factor = attention_factor(config.rope_scaling)
 
     def forward(self, positions: Tensor) -> Rotation:
-        angles = positions.unsqueeze(1).float() * self._inv_freq
-        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        angles = positions.unsqueeze(1).float() * self.inv_freq
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         return Rotation(
             cos=torch.cat((cos, cos), dim=-1).unsqueeze(1).to(self._dtype),
             sin=torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(self._dtype),
@@ -53,11 +53,11 @@ class RotaryEmbedding(nn.Module):
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """GGUF stores llama3 scaling as one divisor per frequency."""
-        yield WeightSlot("factors", tuple(self._inv_freq.shape), self._divide, required=False)
+        yield WeightSlot("factors", tuple(self.inv_freq.shape), self._divide, required=False)
 
     def _divide(self, stored: StoredTensor) -> None:
         factors = stored.read(slice(0, stored.shape[0]))
-        self._inv_freq = self._inv_freq / factors.to(self._inv_freq)
+        self.inv_freq = self.inv_freq / factors.to(self.inv_freq)
 
 
 def rotary_dim(config: ModelConfig) -> int:

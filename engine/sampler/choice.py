@@ -12,66 +12,66 @@ import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Sampled, SampleSpec
 from engine.sampler.filters import filter_tokens
 from engine.sampler.processors import is_processed, process
 
-ROWS_AT_ONCE = 8
-"""So many float64 rows of a large vocabulary stay in a CPU's cache: several times faster than more
-of them."""
 
-
-def choose(logits: Tensor, rows: Sequence[int], specs: Sequence[SampleSpec]) -> list[Sampled]:
-    """logits [num_rows, vocab_size] float32; the row of each spec -> the choice of each spec."""
-    likeliest = logits.argmax(dim=-1)  # the first, so the lowest id, of equal maxima; or a NaN
+def choose(
+    logits: Tensor, rows: Sequence[int], specs: Sequence[SampleSpec], likeliest: Tensor | None
+) -> list[Sampled]:
+    """logits [num_rows, vocab_size] float32, and their argmax where it is known; the row of each
+    spec -> the choice of each spec."""
+    if likeliest is None:
+        likeliest = _argmax(logits)
     finite = logits.gather(1, likeliest.unsqueeze(-1)).isfinite().squeeze(-1).tolist()
     token_ids = likeliest.tolist()
     sampled = [Sampled(token_ids[row] if finite[row] else None) for row in rows]
-    not_done = [
-        i
-        for i, (row, spec) in enumerate(zip(rows, specs, strict=True))
-        if finite[row] and (is_processed(spec) or not spec.sampling.greedy)
-    ]
-    for start in range(0, len(not_done), ROWS_AT_ONCE):
-        part = not_done[start : start + ROWS_AT_ONCE]
-        chosen = _choose_from(logits[[rows[i] for i in part]], [specs[i] for i in part])
-        for i, choice in zip(part, chosen, strict=True):
-            sampled[i] = choice
+    for i, (row, spec) in enumerate(zip(rows, specs, strict=True)):
+        if finite[row] and (is_processed(spec) or not spec.sampling.greedy):
+            sampled[i] = _choose_from(logits[row], spec)
     return sampled
 
 
-def _choose_from(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
-    """One choice per row of finite `logits`, which are overwritten."""
-    process(logits, specs)
-    token_ids = logits.argmax(dim=-1)
-    barred = logits.gather(1, token_ids.unsqueeze(-1)).isneginf().squeeze(-1).tolist()
-    rows = [row for row, spec in enumerate(specs) if not (spec.sampling.greedy or barred[row])]
-    if rows:
-        token_ids[rows] = _draw(logits[rows], [specs[row] for row in rows])
-    return [
-        Sampled(None, all_barred=True) if all_barred else Sampled(token_id)
-        for token_id, all_barred in zip(token_ids.tolist(), barred, strict=True)
-    ]
+def _argmax(logits: Tensor) -> Tensor:
+    """[num_rows] int64: the first, so the lowest, id of equal maxima; that of a NaN, if any."""
+    if logits.device.type == "cpu":  # where numpy's is 12 times faster than torch's
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
-def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """A random token id per row, [num_rows] int64. float64 throughout, as 2**17 float32 terms do
-    not sum to 1."""
-    scaled = logits.double()
+def _choose_from(logits: Tensor, spec: SampleSpec) -> Sampled:
+    """logits [vocab_size], with a finite maximum."""
+    if is_processed(spec):
+        logits = logits.clone()
+        process(logits.unsqueeze(0), [spec])
+    row = logits.cpu().numpy()
+    likeliest = row.argmax()
+    if np.isneginf(row[likeliest]):
+        return Sampled(None, all_barred=True)
+    return Sampled(int(likeliest) if spec.sampling.greedy else _draw(row, spec))
+
+
+def _draw(logits: NDArray[np.float32], spec: SampleSpec) -> int:
+    """A random token id. float64 throughout, as 2**17 float32 terms do not sum to 1."""
     # The largest is 0, so that no temperature, however small, makes an infinity of it.
-    scaled -= scaled.amax(dim=-1, keepdim=True)
-    scaled /= _column([spec.sampling.temperature for spec in specs], like=scaled)
-    filter_tokens(scaled, [spec.sampling for spec in specs])
-    cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    drawn = _column([uniform(spec) for spec in specs], like=scaled) * total
+    scaled = np.subtract(logits, logits.max(), dtype=np.float64)
+    with np.errstate(over="ignore"):  # to -inf
+        scaled /= spec.sampling.temperature
+    token_ids, scaled = filter_tokens(scaled, spec.sampling)
+    # By way of torch, whose sums are 5 times faster.
+    cumulative = torch.from_numpy(np.exp(scaled, out=scaled)).cumsum(0).numpy()
+    total = cumulative[-1]
     # Below the total even if the product rounds up to it, or there would be no id beyond the draw.
-    drawn = drawn.minimum(total.nextafter(torch.zeros_like(total)))
-    # right=True: the first id whose cumulative sum exceeds the draw, never one of probability 0.
-    return torch.searchsorted(cumulative, drawn, right=True).squeeze(-1)
+    drawn = min(uniform(spec) * total, np.nextafter(total, 0.0))
+    # The first whose cumulative sum exceeds the draw, never one of probability 0.
+    index = int(cumulative.searchsorted(drawn, side="right"))
+    return index if token_ids is None else int(token_ids[index])
 
 
 def uniform(spec: SampleSpec) -> float:
@@ -79,7 +79,3 @@ def uniform(spec: SampleSpec) -> float:
     key = struct.pack("<qqq", spec.sampling.seed, spec.choice_index, spec.position)
     digest = blake2b(key, digest_size=8, person=b"twostroke.sample").digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
-
-
-def _column(values: Sequence[float], *, like: Tensor) -> Tensor:
-    return like.new_tensor(values).unsqueeze(-1)

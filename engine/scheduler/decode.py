@@ -110,17 +110,20 @@ class DecodeScheduler:
         token, are not here either and keep their blocks."""
         by_key = {sequence.sequence_key: sequence for sequence in self.running}
         stepped: list[Sequence] = []
+        some_left = False
         for share, result in zip(shares, results, strict=True):
             sequence = by_key.get(share.sequence_key)
             if sequence is None:  # aborted while the step ran
                 continue
             sequence.computed(1, result, self._pool)
-            if not sequence.ended:
+            if sequence.error is None:
                 sequence.take(result.sampled[0], self._max_model_len)
             stepped.append(sequence)
             if sequence.ended:
                 sequence.release(self._pool)
-        self.running = [s for s in self.running if s.num_uncomputed_tokens and not s.ended]
+            some_left = some_left or sequence.ended or not sequence.num_uncomputed_tokens
+        if some_left:
+            self.running = [s for s in self.running if s.num_uncomputed_tokens and not s.ended]
         return stepped
 
     def abort(self, request_id: str, attempt: int) -> list[Sequence]:

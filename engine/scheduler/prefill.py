@@ -114,9 +114,10 @@ class PrefillScheduler:
         """Admit it now if it was not and fits."""
         if sequence.block_ids:
             return True
-        if not self.fits(sequence, reserved):
+        cached = self._room_for(sequence, reserved)
+        if cached is None:
             return False
-        self._take_blocks(sequence)
+        self._take_blocks(sequence, cached)
         if sequence.first_scheduled is None:
             sequence.first_scheduled = now
         self.waiting.remove(sequence)
@@ -125,13 +126,18 @@ class PrefillScheduler:
 
     def fits(self, sequence: Sequence, reserved: Reserved = NOTHING_RESERVED) -> bool:
         """Whether a waiting sequence could be admitted now."""
+        return self._room_for(sequence, reserved) is not None
+
+    def _room_for(self, sequence: Sequence, reserved: Reserved) -> list[int] | None:
+        """The cached blocks that it could be admitted with now, or None."""
         num_seqs = reserved.num_seqs + sum(running.num_choices for running in self.running)
         if num_seqs and num_seqs + sequence.num_choices > self._config.max_num_seqs:
-            return False
+            return None
         cached = self.cached_blocks(sequence)
         num_new = self._pool.num_blocks_for(len(sequence.token_ids)) - len(cached)
         num_taken = num_new + self._pool.num_idle(cached)
-        return num_taken + reserved.num_blocks <= self._pool.num_available
+        fits = num_taken + reserved.num_blocks <= self._pool.num_available
+        return cached if fits else None
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
         """What it would find in the prefix cache. Its last token is always computed, since its
@@ -140,9 +146,9 @@ class PrefillScheduler:
         num_full = (num_tokens - 1) // pool.block_size if sequence.may_read_cache else 0
         return pool.match_prefix(sequence.hashes(num_full, pool.block_size))
 
-    def _take_blocks(self, sequence: Sequence) -> None:
+    def _take_blocks(self, sequence: Sequence, cached: list[int]) -> None:
         """Blocks for all known tokens: cached ones shared, others new."""
-        pool, cached = self._pool, self.cached_blocks(sequence)
+        pool = self._pool
         pool.share(cached)
         new = pool.allocate(pool.num_blocks_for(len(sequence.token_ids)) - len(cached))
         assert new is not None, "the pool said there was room"

@@ -7,6 +7,7 @@ A worker process also answers a few questions over a pipe, so that a test can lo
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import multiprocessing
 import os
@@ -18,8 +19,10 @@ import httpx
 import psutil
 import pytest
 
+from colocated_workers.server import ColocatedServer
 from core.config import (
     CacheConfig,
+    ClusterConfig,
     EngineConfig,
     RouterConfig,
     SchedulerConfig,
@@ -28,7 +31,10 @@ from core.config import (
 )
 from core.worker import WorkerInfo, WorkerRole
 from decode_workers.server import DecodeServer
-from prefill_workers.server import PrefillServer
+from deploy.cluster import Cluster as DeployedCluster
+from deploy.local import InProcessLauncher
+from deploy.supervisor import Supervisor
+from deploy.workers import make_server
 from router.server import RouterServer, WorkerEndpoint
 from router.tokenizer import load_tokenizer
 
@@ -59,8 +65,7 @@ def serve_worker(config: WorkerConfig, pipe) -> None:
 
 
 async def _serve_worker(config: WorkerConfig, pipe) -> None:
-    kind = PrefillServer if config.role is WorkerRole.PREFILL else DecodeServer
-    server = kind(config)
+    server = make_server(config)
     pipe.send(await server.start())
     while True:
         question = await asyncio.to_thread(_receive, pipe)
@@ -78,14 +83,22 @@ async def _on_step_thread(server, look):
 
 
 def _pool_state(server) -> PoolState:
-    worker = server.worker
-    decoding = isinstance(server, DecodeServer)
+    worker, num_pulling = server.worker, 0
+    if isinstance(server, ColocatedServer):
+        engine = worker.engine
+        waiting = engine._prefill.waiting
+        running = [*engine._prefill.running, *engine._decode.running]
+    elif isinstance(server, DecodeServer):
+        waiting, running = worker._admission.waiting, worker._scheduler.running
+        num_pulling = len(worker._pulling)
+    else:
+        waiting, running = worker._scheduler.waiting, worker._scheduler.running
     return PoolState(
         *server.pool.check(),
         num_threads=threading.active_count(),
-        num_waiting=len(worker._admission.waiting if decoding else worker._scheduler.waiting),
-        num_pulling=len(worker._pulling) if decoding else 0,
-        num_running=len(worker._scheduler.running),
+        num_waiting=len(waiting),
+        num_pulling=num_pulling,
+        num_running=len(running),
     )
 
 
@@ -230,17 +243,19 @@ async def run_cluster(
     *,
     num_prefill=1,
     num_decode=1,
+    num_colocated=0,
     num_blocks=256,
     decode_block_size=16,
     router=None,
     **engine,
 ):
-    """Start, yield, stop; asserts that no process is left."""
+    """Start, yield, stop; asserts that no process is left. `num_colocated`: instead of others."""
     configs = [
         worker_config(role, index, model_path, num_blocks, block_size=block_size, **engine)
         for role, count, block_size in (
-            (WorkerRole.PREFILL, num_prefill, 16),
-            (WorkerRole.DECODE, num_decode, decode_block_size),
+            (WorkerRole.PREFILL, 0 if num_colocated else num_prefill, 16),
+            (WorkerRole.DECODE, 0 if num_colocated else num_decode, decode_block_size),
+            (WorkerRole.COLOCATED, num_colocated, 16),
         )
         for index in range(count)
     ]
@@ -269,6 +284,60 @@ async def run_cluster(
     assert all("resource_tracker" in name for name in names), f"left running: {names}"
 
 
+class RecordingLauncher(InProcessLauncher):
+    def __init__(self):
+        super().__init__()
+        self.servers = []
+
+    async def launch(self, config, progress):
+        worker = await super().launch(config, progress)
+        self.servers.append(worker.server)
+        return worker
+
+
+class InProcessWorker:
+    """A worker of the local backend, with as much of WorkerProcess as makes sense in here."""
+
+    def __init__(self, server) -> None:
+        self.server = server
+        self.pid = server.info.pid
+
+    def pool(self) -> PoolState:
+        answer = concurrent.futures.Future()
+        step_loop = self.server._server.step_loop
+        step_loop.post(lambda: answer.set_result(_pool_state(self.server)))
+        return answer.result(30)
+
+    def kill(self) -> None:
+        """Its step thread dies of a bug."""
+        self.server._server.step_loop.post(_die)
+
+
+def _die():
+    raise RuntimeError("killed by a test")
+
+
+@contextlib.asynccontextmanager
+async def run_local_cluster(model_path, *, num_colocated=1, num_blocks=256, router=None, **engine):
+    """The same in this process (backend local): workers share the test's event loop."""
+    worker = worker_config(WorkerRole.COLOCATED, 0, model_path, num_blocks, **engine)
+    settings = RouterConfig(served_model_name="m", model_path=model_path, port=0, enable_debug=True)
+    config = ClusterConfig(
+        router=replace(settings, **(router or {})),
+        engine=worker.engine,
+        num_prefill=0,
+        num_decode=0,
+        num_colocated=num_colocated,
+    )
+    launcher = RecordingLauncher()
+    supervisor = Supervisor(config, launcher)
+    async with DeployedCluster(config, supervisor, connect=launcher.connect) as deployed:
+        url = deployed.url
+        async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
+            workers = [InProcessWorker(server) for server in launcher.servers]
+            yield Cluster(deployed.router, workers, http)
+
+
 async def _healthy(cluster: Cluster) -> None:
     async with asyncio.timeout(20):
         while (await cluster.http.get("/health")).status_code != 200:
@@ -278,3 +347,8 @@ async def _healthy(cluster: Cluster) -> None:
 @pytest.fixture(scope="session")
 def cluster_of():
     return run_cluster
+
+
+@pytest.fixture(scope="session")
+def local_cluster_of():
+    return run_local_cluster

@@ -26,6 +26,7 @@ from core.errors import AbortedError, StaleHandleError, TransferError
 from core.kv import BlockRef, ChannelOffer, KVLayout
 from core.request import GenerateRequest
 from core.sampling_params import SamplingParams
+from cpu_kernels.kv_order import tile
 from decode_workers.peer_client import GrpcPeerClient
 from kv_transfer.distributed import DistributedTransports
 from kv_transfer.receiver import KVReceiver
@@ -39,20 +40,23 @@ HOST = "127.0.0.1"
 NUM_BLOCKS = 24
 ODD = {"num_layers": 3, "num_kv_heads": 3, "block_size": 5, "head_dim": 7}
 
+TILEABLE = {"num_layers": 3, "num_kv_heads": 3, "block_size": 32, "head_dim": 6}
 
-def make_layout(dtype="float32"):
-    return KVLayout(model="m", dtype=dtype, first_layer=0, **ODD)
+
+def make_layout(dtype="float32", inner_order=None):
+    sizes = ODD if inner_order is None else {**TILEABLE, "inner_order": inner_order}
+    return KVLayout(model="m", dtype=dtype, first_layer=0, **sizes)
 
 
 def make_pool(layout, seed):
-    """Random bits, the same in every process; zeros for seed None."""
+    """Random bits, the same in every process, of one meaning in any order; zeros for seed None."""
     dtype = getattr(torch, layout.dtype)
-    shape = (3, 2, NUM_BLOCKS, 3, 5, layout.row_bytes)
+    shape = (3, 2, NUM_BLOCKS, 3, layout.block_size, layout.row_bytes)
     if seed is None:
         return torch.zeros(shape, dtype=torch.uint8).view(dtype)
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 2**8, shape, generator=generator, dtype=torch.uint8)
-    return bits.view(dtype)
+    return tile(bits.view(dtype)) if layout.inner_order == "tiles16" else bits.view(dtype)
 
 
 def as_bytes(tensor):
@@ -92,13 +96,13 @@ class HookedTransport:
 class Owner:
     """A sender behind its gRPC service, on a thread of its own."""
 
-    def __init__(self, dtype="float32", **config):
+    def __init__(self, dtype="float32", inner_order=None, **config):
         self.hooks = Hooked()
         self.num_ended = self.num_offers = 0
         self.pulls = queue.Queue()
         """(error, seconds) of each pull, as the owner saw it."""
         self._config = TransferConfig(verify_checksum=True, **config)
-        self._layout = make_layout(dtype)
+        self._layout = make_layout(dtype, inner_order)
         self._ready, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
@@ -185,8 +189,8 @@ class Owner:
 
 
 class Reader:
-    def __init__(self, dtype="float32", num_message_blocks=2, **config):
-        self.layout = make_layout(dtype)
+    def __init__(self, dtype="float32", inner_order=None, num_message_blocks=2, **config):
+        self.layout = make_layout(dtype, inner_order)
         self.dst = make_pool(self.layout, seed=None)
         self.src = make_pool(self.layout, seed=1)
         config = TransferConfig(
@@ -361,6 +365,19 @@ def test_every_byte_arrives(children, make_reader, dtype, num_message_blocks):
     for block_ids in ([3], [4, 0, 23, 7, 8, 1, 2], range(NUM_BLOCKS)):
         reader.gets(owner.offer(block_ids))
     eventually(lambda: owner("num_leases") == 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("here", ["plain", "tiles16"])
+@pytest.mark.parametrize("there", ["plain", "tiles16"])
+def test_every_number_arrives_where_the_readers_inner_order_has_it(
+    make_owner, make_reader, there, here, dtype
+):
+    owner = make_owner(dtype=dtype, inner_order=there)
+    reader = make_reader(dtype=dtype, inner_order=here)
+    for block_ids in ([3], [4, 0, 23, 7, 8, 1, 2], range(NUM_BLOCKS)):
+        reader.gets(owner.offer(block_ids))
+    eventually(lambda: owner.sender.num_leases == 0)
 
 
 def test_nothing_listens_on_all_interfaces(children, make_reader):

@@ -255,6 +255,25 @@ def family(request, make_hf_model, tmp_path_factory):
     return model, str(folder)
 
 
+@pytest.fixture(scope="session", params=FAMILIES)
+def wide_family(request, make_hf_model, tmp_path_factory):
+    """As `family`, with heads that the CPU kernels can attend to."""
+    changes = {
+        "hidden_size": 64,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    if request.param == "phi4-mini":  # a factor per pair of rotated dimensions
+        factors = [1.0 + i / 4 for i in range(6)]
+        scaling = {**FAMILIES["phi4-mini"][1]["rope_parameters"]}
+        changes["rope_parameters"] = {**scaling, "short_factor": factors, "long_factor": factors}
+    model = make_hf_model(request.param, **changes)
+    folder = tmp_path_factory.mktemp(f"wide-{request.param}")
+    model.save_pretrained(folder)
+    return model, str(folder)
+
+
 ENCODER_SHAPE = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -417,17 +436,18 @@ def run_to_the_end():
 
 @pytest.fixture(scope="session")
 def assert_equals_hf():
-    """Tokens equal the reference's greedy ones and each logit is within 1e-4 of its.
+    """Tokens equal the reference's greedy ones and each logit is within `tolerance` of its.
 
     HF computes each finished sequence in one pass; a row of that pass is the reference for the
     token after it.
     """
 
     @torch.no_grad()
-    def check(rows, model):
+    def check(rows, model, tolerance=1e-4):
         for row in rows:
             expected = model(torch.tensor([row.tokens])).logits[0, len(row.prompt) - 1 : -1]
-            torch.testing.assert_close(torch.stack(row.logits), expected, atol=1e-4, rtol=1e-4)
+            logits = torch.stack(row.logits)
+            torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
             assert row.tokens[len(row.prompt) :] == expected.argmax(-1).tolist()
 
     return check

@@ -139,7 +139,7 @@ def chunk(*logprobs):
 def test_every_choice_is_told_of_a_prompt_that_failed(make_token_engine, make_request):
     engine, executor = make_token_engine()
     execute = executor.execute
-    executor.execute = lambda batch: tuple(replace(r, is_finite=False) for r in execute(batch))
+    executor.execute = lambda batch: tuple(r._replace(is_finite=False) for r in execute(batch))
     engine.add_request(make_request(range(9), num_choices=3, prompt_logprobs=1))
     outputs = engine.step()
     assert [output.choice_index for output in outputs] == [0, 1, 2]

@@ -77,6 +77,8 @@ def test_every_setting_is_an_option_where_it_means_something(run):
         (["decode", "--host", "::"], "with --advertise-host"),
         (["demo", "--stay", "--once"], "not allowed with argument"),
         (["router"], "no decode worker: name one with --decode HOST:PORT"),
+        (["router", "--colocated", "h:1", "--decode", "h:2"], "colocated and decode do not mix"),
+        (["up", "--colocated", "--decode", "2"], "colocated and decode do not mix"),
         (["router", "--decode", "x"], "--decode: 'x' is not host:port"),
         (["decode", "nomodel"], "no model 'nomodel'"),
         (["prefill", "--max-num-seqs", "-1"], "--max-num-seqs: must be at least 1"),

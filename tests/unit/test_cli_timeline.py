@@ -67,6 +67,11 @@ def test_answer_that_ended_at_prefill(life):
     assert [span.name for span in spans(life)] == ["tokenize", "queue", "prefill"]
 
 
+def test_a_colocated_worker_neither_queues_again_nor_moves_anything(life):
+    life.decode_worker = life.prefill_worker
+    assert [span.name for span in spans(life)] == ["tokenize", "queue", "prefill", "decode"]
+
+
 def test_lifetime_survives_json_with_unknown_fields(life):
     tree = json.loads(json.dumps(asdict(life) | {"ttft_s": 0.15}))
     assert lifetime_from_json(tree) == life

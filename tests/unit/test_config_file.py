@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -150,6 +150,24 @@ def test_settings_become_the_cluster_config():
     assert config.router.served_model_name == "m"
     assert config.transfer.backend == "gloo"
     assert not config.transfer.verify_checksum
+
+
+def test_colocated_workers_stand_instead_of_the_others():
+    config = cluster_config(load({"colocated": "2"}), MODEL)
+    assert config.num_workers == {WorkerRole.COLOCATED: 2}
+    assert describe(config).startswith("2 colocated workers, float32")
+    assert cluster_config(load({"colocated": "0"}), MODEL).num_workers == {
+        WorkerRole.PREFILL: 1,
+        WorkerRole.DECODE: 1,
+    }
+    for others, named in (
+        ({"decode": "1"}, "colocated and decode do not mix"),
+        ({"prefill": "2", "decode": "1"}, "colocated and prefill and decode do not mix"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            cluster_config(load({"colocated": "1", **others}), MODEL)
+    with pytest.raises(ConfigError, match="at least one decode worker"):
+        replace(config, num_prefill=1, num_colocated=0)
 
 
 def test_checksums_can_be_asked_for(write):

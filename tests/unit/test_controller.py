@@ -29,6 +29,12 @@ def test_first_reconcile_launches_everything_once():
     assert reconcile(Desired(num_prefill=2, num_decode=1), plan.slots, 1.0).launch == ()
 
 
+def test_colocated_workers_are_launched_by_their_role():
+    plan = reconcile(Desired(num_colocated=2), {}, 0.0)
+    assert [slot.name for slot in plan.launch] == ["colocated-0", "colocated-1"]
+    assert {slot.role for slot in plan.launch} == {WorkerRole.COLOCATED}
+
+
 def test_dead_worker_waits_then_is_launched_anew():
     slots = ready(reconcile(ONE_EACH, {}, 0.0).slots, "prefill-0", "decode-0")
     slots = kill(slots, "decode-0", now=1.0)

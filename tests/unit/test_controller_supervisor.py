@@ -12,7 +12,7 @@ from core.kv import KVLayout
 from core.worker import WorkerId, WorkerInfo
 from deploy import controller
 from deploy import supervisor as supervising
-from deploy.controller import Phase
+from deploy.controller import Desired, Phase
 from deploy.supervisor import Supervisor
 
 LAYOUT = KVLayout(
@@ -158,9 +158,9 @@ async def test_bad_model_is_given_up_with_its_reason(config, launcher):
 
 async def test_scaling_down_and_up(supervisor, launcher):
     await until(supervisor, all_ready)
-    await supervisor.scale(1, 1)
+    await supervisor.scale(Desired(num_prefill=1, num_decode=1))
     assert [slot.name for slot in supervisor.state().slots] == ["prefill-0", "decode-0"]
-    await supervisor.scale(2, 2)
+    await supervisor.scale(Desired(num_prefill=2, num_decode=2))
     state = await until(supervisor, all_ready)
     assert len(state.slots) == len(launcher.live()) == 4
 

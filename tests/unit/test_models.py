@@ -31,6 +31,18 @@ def test_family_equals_transformers(family, make_runner, drive, prompts, assert_
     assert len(distinct) > 10, "a model that repeats itself proves little"
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_family_on_the_cpu_kernels_equals_transformers(
+    wide_family, make_runner, drive, prompts, assert_equals_hf
+):
+    """In one call for all layers where the kernels know them, else operator by operator. (float32
+    itself is 1e-4 from float64 at this width, transformers' too.)"""
+    model, folder = wide_family
+    runner = make_runner(folder, block_size=16, num_threads=2)
+    assert runner.kv_cache.layout.inner_order == "tiles16"
+    assert_equals_hf(drive(runner, prompts, num_tokens=16), model, tolerance=3e-4)
+
+
 @pytest.mark.parametrize(
     "name", ["llama3", "gemma2", "gemma3", "phi4-mini", "qwen2-moe", "olmo2", "granite"]
 )

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.kv import KVLayout
 from core.model_config import ModelConfig
 from core.sampling_params import SamplingParams
 from engine.batch import Batch, SampleSpec, ScheduledSequence, build_inputs
@@ -23,6 +24,15 @@ from engine.kernels import (
 
 CPU = torch.device("cpu")
 NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 3, 8, 4, 64
+LAYOUT = KVLayout(
+    model="m",
+    dtype="float32",
+    block_size=BLOCK_SIZE,
+    first_layer=0,
+    num_layers=1,
+    num_kv_heads=NUM_KV_HEADS,
+    head_dim=HEAD_DIM,
+)
 
 
 def share(name, token_ids, num_computed_tokens, block_ids, *, sample=False):
@@ -102,7 +112,7 @@ class World:
             )
         )
         inputs = build_inputs(batch, block_size=BLOCK_SIZE, device=CPU)
-        plan = plan_attention(inputs, self.cache.shape, self.config, dtype=self.cache.dtype)
+        plan = plan_attention(inputs, LAYOUT, NUM_BLOCKS, self.config, None, dtype=self.cache.dtype)
         parts = [
             torch.cat([getattr(s, name)[s.computed : s.computed + n] for s, n in chosen])
             for name in ("query", "key", "value")

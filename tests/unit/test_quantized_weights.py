@@ -303,7 +303,8 @@ def test_model_is_the_model_with_rounded_matrices(
     """Norms and biases stay as they are."""
     model = make_hf_model(name, head_dim=16, **SHAPE)
     model.save_pretrained(tmp_path)
-    rows = drive(make_runner(str(tmp_path), quantization=quantization), prompts, num_tokens=8)
+    runner = make_runner(str(tmp_path), quantization=quantization, kernels="torch")
+    rows = drive(runner, prompts, num_tokens=8)
     reference = deepcopy(model)
     with torch.no_grad():
         for path, parameter in reference.named_parameters():
@@ -313,12 +314,18 @@ def test_model_is_the_model_with_rounded_matrices(
     assert_equals_hf(rows, reference)
 
 
-def test_bfloat16_activations(make_hf_model, make_runner, drive, prompts, tmp_path):
+@pytest.mark.parametrize("quantization", QUANTIZERS)
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"kernels": "auto"}])
+def test_rounded_activations(
+    quantization, changes, make_hf_model, make_runner, drive, prompts, tmp_path
+):
+    """To bfloat16; or, by the CPU kernels where they can be built, to 8 bits."""
     make_hf_model("llama3", **SHAPE).save_pretrained(tmp_path)
-    rows = [
-        drive(make_runner(str(tmp_path), quantization="int8", dtype=dtype), prompts, num_tokens=1)
-        for dtype in ("float32", "bfloat16")
+    runners = [
+        make_runner(str(tmp_path), quantization=quantization, **{"kernels": "torch", **flags})
+        for flags in ({}, changes)
     ]
-    exact, half = (torch.stack([row.logits[0] for row in some]) for some in rows)
-    assert (half - exact).norm() < 0.05 * exact.norm()
-    assert not torch.equal(half, exact)
+    rows = [drive(runner, prompts, num_tokens=1) for runner in runners]
+    exact, near = (torch.stack([row.logits[0] for row in some]) for some in rows)
+    assert (near - exact).norm() < 0.05 * exact.norm()
+    assert not torch.equal(near, exact)

@@ -15,7 +15,6 @@ from core.sampling_params import MAX_SEED, SamplingParams
 from engine.batch import Sampled, SampleSpec
 from engine.sampler import prompt_logprobs, sample
 from engine.sampler.choice import uniform
-from engine.sampler.filters import NUM_CANDIDATES
 
 INF = float("inf")
 
@@ -274,10 +273,9 @@ def test_logits_are_left_as_they_are():
 
 @pytest.mark.parametrize("filtering", [{"top_p": 0.9}, {"typical_p": 0.9}, {"typical_p": 0.1}])
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
-def test_mass_beyond_the_candidates(filtering, spread):
-    """A flat distribution needs more than NUM_CANDIDATES tokens to reach a mass of 0.9."""
-    vocab_size = 40 * NUM_CANDIDATES
-    logits = np.random.default_rng(1).normal(size=(8, vocab_size)).astype(np.float32) * spread
+def test_mass_of_many_tokens(filtering, spread):
+    """From flat distributions to peaked ones."""
+    logits = np.random.default_rng(1).normal(size=(8, 5_000)).astype(np.float32) * spread
     rows = [spec(position=i, **filtering) for i in range(8)]
     expected = [reference(logits[i], row) for i, row in enumerate(rows)]
     assert tokens(torch.from_numpy(logits), rows) == expected
@@ -287,6 +285,16 @@ def test_greedy_takes_the_lowest_id_of_equal_logits():
     logits = torch.zeros(3, 50_000)
     logits[1, [40_000, 7, 30_000]] = 1.0
     assert tokens(logits, [spec(temperature=0.0)] * 3) == [0, 7, 0]
+
+
+def test_what_is_likeliest_may_be_known_already():
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
+    logits[2, 5] = math.nan
+    rows = [[spec(temperature=0.0)], [spec(seed=1)], [spec(temperature=0.0)], [spec(top_k=3)]]
+    assert sample(logits, rows, logits.argmax(dim=-1)) == sample(logits, rows)
+    misled = sample(logits, rows, torch.tensor([7, 7, 5, 7]))
+    assert misled[0] == (Sampled(7),)  # it is not computed again
+    assert misled[1:] == sample(logits, rows)[1:]
 
 
 @pytest.mark.parametrize("filtering", [{"top_k": 1}, {"top_p": 0.2}, {"min_p": 1.0}])

@@ -25,6 +25,7 @@ from core.errors import (
 from core.kv import BlockRef, ChannelOffer, KVLayout, PullRequest
 from core.request import GenerateRequest
 from core.sampling_params import SamplingParams
+from cpu_kernels.kv_order import tile, untile
 from kv_transfer.loopback import LoopbackTransports
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
@@ -42,8 +43,8 @@ BLOCK_BYTES = LAYOUT.bytes_per_block
 NUM_BLOCKS = 16
 
 
-def make_pool(fill):
-    shape = (LAYOUT.num_layers, 2, NUM_BLOCKS, LAYOUT.num_kv_heads, 4, LAYOUT.head_dim)
+def make_pool(fill, layout=LAYOUT):
+    shape = (2, 2, NUM_BLOCKS, 2, layout.block_size, layout.head_dim)
     return torch.randn(shape) if fill else torch.zeros(shape)
 
 
@@ -83,7 +84,15 @@ class Client:
 
 
 class Rig:
-    def __init__(self, *, layout=LAYOUT, owner=None, wrap=lambda transport: transport, **config):
+    def __init__(
+        self,
+        *,
+        layout=LAYOUT,
+        owner_layout=LAYOUT,
+        owner=None,
+        wrap=lambda transport: transport,
+        **config,
+    ):
         self.config = TransferConfig(
             **{
                 "lease_s": 5.0,
@@ -95,7 +104,8 @@ class Rig:
         )
         self.owner_config = replace(self.config, **(owner or {}))
         self.transports = Wrapped(wrap)
-        self.src, self.dst = make_pool(True), make_pool(False)
+        self.owner_layout = owner_layout
+        self.src, self.dst = make_pool(True, owner_layout), make_pool(False, layout)
         self.before = self.after = lambda pull: None
         self.pulls, self.released, self.done, self.gates = [], [], [], []
         self.num_connects = self.num_closed = self.num_offers = 0
@@ -115,7 +125,7 @@ class Rig:
     def start_owner(self, incarnation):
         self.sender = KVSender(
             self.src,
-            layout=LAYOUT,
+            layout=self.owner_layout,
             incarnation=incarnation,
             worker="p",
             address="p:1",
@@ -311,6 +321,46 @@ def test_checksums_on_or_off(make_rig, here, there):
         rig.works()
 
 
+PLAIN = replace(LAYOUT, block_size=32, head_dim=6)
+TILED = replace(PLAIN, inner_order="tiles16")
+
+
+def reordered(pool, source, target):
+    if source == target:
+        return pool
+    return tile(pool) if target is TILED else untile(pool)
+
+
+@pytest.mark.parametrize("handle_lies", [False, True])
+@pytest.mark.parametrize("here", [PLAIN, TILED], ids=["to plain", "to tiles"])
+@pytest.mark.parametrize("there", [PLAIN, TILED], ids=["plain", "tiles"])
+def test_blocks_arrive_in_the_readers_inner_order(make_rig, there, here, handle_lies):
+    """Whatever a handle says of its owner's. The bytes on the way are in the order of both sides,
+    or in plain order."""
+    sent = []
+    rig = make_rig(
+        layout=here,
+        owner_layout=there,
+        wrap=lambda transport: Faulty(transport, [lambda _, message: sent.append(message.clone())]),
+        max_message_bytes=2 * PLAIN.bytes_per_block,
+    )
+    handle, pulled = rig.offer((3, 1, 2)), [9, 0, 4]
+    if handle_lies:
+        handle = replace(handle, layout=PLAIN if there is TILED else TILED)
+    for _ in range(2):
+        rig.dst.zero_()
+        assert rig.pull(handle, pulled).error is None
+        wanted = reordered(rig.src, there, here)
+        assert torch.equal(rig.dst[:, :, pulled], wanted[:, :, [3, 1, 2]])
+        others = [i for i in range(NUM_BLOCKS) if i not in pulled]
+        assert not rig.dst[:, :, others].any()
+        handle = rig.offer((3, 1, 2))
+    if not handle_lies:
+        moved = reordered(rig.src, there, there if here is there else PLAIN)
+        assert torch.equal(torch.cat(sent[:2], dim=2), moved[:, :, [3, 1, 2]])
+        assert len(sent) == 4
+
+
 def test_many_pulls_from_several_owners_at_once(make_rig):
     rigs = [make_rig() for _ in range(3)]
     for rig in rigs:
@@ -460,6 +510,13 @@ def test_another_layout_is_refused_with_both_values(make_rig):
     rig.fails(rig.offer(), HandshakeRefusedError, "head_dim differs: 3 here, 5 there")
     rig.no_lease()
     rig.fails(rig.offer(), HandshakeRefusedError)
+    assert not rig.pulls
+
+
+def test_an_impossible_inner_order_is_refused_with_the_reason(make_rig):
+    rig = make_rig(owner_layout=replace(LAYOUT, inner_order="tiles16"))
+    rig.fails(rig.offer(), HandshakeRefusedError, "not float32, 4 and 3 numbers")
+    rig.no_lease()
     assert not rig.pulls
 
 

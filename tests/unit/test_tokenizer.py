@@ -4,6 +4,7 @@ tokenizer says of a prompt's text, and what it makes of words that are not wante
 
 import json
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -276,6 +277,23 @@ def test_the_default_models_chat(smollm2):
     assert text.endswith("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert smollm2.encode_chat(chat) == smollm2.encode(text, add_special_tokens=False)
     assert smollm2.encode_chat(chat)[:2] == [1, 9690]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2):
+    """The event loop's thread is one of them."""
+    ticks, over = [], threading.Event()
+
+    def tick():
+        while not over.wait(0.001):
+            ticks.append(None)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(tick)
+        before = len(ticks)
+        smollm2.encode("some words and more of them " * 10_000, add_special_tokens=False)
+        num_ticks = len(ticks) - before
+        over.set()
+    assert num_ticks > 5
 
 
 def test_threads_share_one_tokenizer(smollm2):

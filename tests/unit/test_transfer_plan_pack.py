@@ -1,6 +1,7 @@
 """Plans cover every block once; what is gathered here and scattered there is the same bytes."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.kv import KVLayout
-from kv_transfer.pack import StagingBuffer, digest, gather_blocks, scatter_blocks
-from kv_transfer.plan import check_compatible, plan_messages
+from cpu_kernels.kv_order import tile
+from kv_transfer.pack import StagingBuffer, digest, gather_blocks, reorder, scatter_blocks
+from kv_transfer.plan import check_compatible, message_layout, plan_messages
 
 LAYOUT = KVLayout(
     model="m",
@@ -47,13 +49,55 @@ def test_equal_layouts_are_compatible():
         ("num_layers", 7),
         ("num_kv_heads", 9),
         ("head_dim", 64),
-        ("inner_order", "tiles"),
     ],
 )
 def test_a_difference_is_named_with_both_values(field, value):
     reason = check_compatible(LAYOUT, replace(LAYOUT, **{field: value}))
     assert reason is not None
     assert f"{field} differs: {getattr(LAYOUT, field)} here, {value} there" in reason
+
+
+def tileable(**changes):
+    return replace(LAYOUT, **{"block_size": 32, "head_dim": 6, **changes})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layouts_that_differ_in_their_inner_order_alone_are_compatible(dtype):
+    plain = tileable(dtype=dtype)
+    tiled = replace(plain, inner_order="tiles16")
+    for src, dst in product((plain, tiled), repeat=2):
+        assert check_compatible(src, dst) is None
+        assert message_layout(src, dst) == (src if src == dst else plain)
+    other = replace(tiled, head_dim=8)
+    assert "head_dim differs: 6 here, 8 there" in check_compatible(plain, other)
+    assert "head_dim differs: 8 here, 6 there" in check_compatible(other, plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"inner_order": "tiles"}, "'tiles' is none of plain, tiles16"),
+        ({"inner_order": ""}, "'' is none of plain, tiles16"),
+        ({"dtype": "int8", "head_dim": 8}, "not int8, 32 and 8"),
+        ({"dtype": "fp8", "head_dim": 8}, "not fp8, 32 and 8"),
+        ({"block_size": 24}, "not float32, 24 and 6"),
+        ({"dtype": "bfloat16", "head_dim": 5}, "not bfloat16, 32 and 5"),
+    ],
+)
+def test_an_inner_order_that_cannot_be_is_refused_with_the_reason(changes, named):
+    impossible = tileable(**{"inner_order": "tiles16", **changes})
+    plain = replace(impossible, inner_order="plain")
+    for src, dst in ((plain, impossible), (impossible, plain), (impossible, impossible)):
+        assert named in (check_compatible(src, dst) or "")
+    assert check_compatible(plain, plain) is None
+
+
+def test_a_message_is_reordered_in_place_and_only_between_two_orders():
+    plain = torch.randn(2, 2, 5, 3, 32, 6)
+    for source, target in product(("plain", "tiles16"), repeat=2):
+        made, wanted = (tile(plain) if o == "tiles16" else plain.clone() for o in (source, target))
+        reorder(made, source, target)
+        assert torch.equal(made, wanted)
 
 
 def random_bytes(*shape):

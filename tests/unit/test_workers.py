@@ -334,7 +334,7 @@ def test_a_failed_neighbour_does_not_clear_what_a_pull_still_reads(
 
         def poisoned(batch):
             return tuple(
-                replace(result, is_finite=share.request_id != "bad")
+                result._replace(is_finite=share.request_id != "bad")
                 for share, result in zip(batch.sequences, execute(batch), strict=True)
             )
 

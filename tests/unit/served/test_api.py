@@ -642,6 +642,19 @@ async def test_a_client_that_stops_reading_is_cut_off(world, scripts, monkeypatc
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+async def test_a_client_that_goes_away_with_a_second_request_waiting(world, scripts):
+    """The server tells the last request of a connection only."""
+    world["decode-0"].script = scripts.hang
+    _, writer = await asyncio.open_connection("127.0.0.1", world.router.port)
+    body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 5, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write((head.encode() + body) * 2)
+    await world.until(lambda: world["decode-0"].requests)
+    writer.close()
+    await writer.wait_closed()
+    await world.until_nothing_is_held()
+
+
 async def test_a_client_that_goes_away_while_it_sends_its_body(world):
     _, writer = await asyncio.open_connection("127.0.0.1", world.router.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")

@@ -65,7 +65,10 @@ async def test_in_flight_counts_come_back_to_zero(make_world, make_request, scri
     world["prefill-0"].script = scripts.hang
     registry = world.router.registry
     [before] = registry.snapshots(WorkerRole.PREFILL)
-    with registry.submit(before.worker_id, make_request([1]), num_tokens=7):
+    with (
+        registry.submit(before.worker_id, make_request([1])),
+        registry.computing(before.worker_id, 7),
+    ):
         [during] = registry.snapshots(WorkerRole.PREFILL)
         assert (during.num_in_flight, during.num_in_flight_tokens) == (1, 7)
     with pytest.raises(RuntimeError), registry.submit(before.worker_id, make_request([2])):

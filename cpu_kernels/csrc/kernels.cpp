@@ -1,0 +1,134 @@
+// The library's face: C functions for ctypes, nothing of C++ crosses it.
+#include <new>
+
+#include "stage.h"
+
+using namespace twostroke;
+
+namespace {
+
+// `size` in steps of 16.
+template <class From, class To>
+void scale(const From* x, float factor, size_t size, To* out) {
+  for (size_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * set1(factor));
+}
+
+template <class Number>
+void multiply(const Weight& weight, const Number* x, int num_rows, const float* bias, Number* out,
+              int num_threads) {
+  static thread_local Scratch scratch;
+  Rows rows;
+  float* wide = nullptr;
+  const size_t wide_stride = (size_t)weight.k + LANES;
+  for (int attempt = 0; attempt < 2 && !wide; ++attempt) {
+    if (attempt) scratch.grow(scratch.used() * 5 / 4);
+    scratch.reset();
+    rows = rows_for(weight, take_rows(scratch, num_rows, weight.k));
+    wide = scratch.take<float>(wide_stride * num_threads);
+  }
+  run_together(num_threads, [&](const Member& member) {
+    float* row = wide + wide_stride * member.index;
+    const Range mine = member.share(num_rows);
+    for (int i = mine.begin; i < mine.end; ++i) {
+      for (int k = 0; k < weight.k; ++k) row[k] = widen(x[(size_t)i * weight.k + k]);
+      prepare_row(weight.format, row, weight.k, rows, i);
+    }
+    member.wait();
+    const Range panels = member.share(weight.panels());
+    matmul(weight, rows, num_rows, panels.begin, panels.end,
+           [&](int i, int panel, f32x16 a, f32x16 b) {
+             put(out + (size_t)i * weight.n, weight.n, bias, panel * PANEL, a, b);
+           });
+  });
+}
+
+// Rows of the step: numbers of one row stand together, rows `stride` numbers apart.
+struct StepRows {
+  const void* data;
+  int64_t stride;
+};
+
+struct AttentionInputs {
+  AttentionShape shape;
+  int window;  // 0: none
+  int num_sequences, table_width;
+  const int32_t* query_lens;
+  const int32_t* num_computed;
+  const int32_t* block_tables;  // [num_sequences, table_width]
+  int num_tokens;
+  int is_bfloat16;  // query, key, value and out; else float32
+  StepRows query, key, value;
+  void* out;  // [num_tokens, heads, head_dim]
+  KVLayer layer;
+  int is_bfloat16_layer;
+};
+
+template <class Element, class Number>
+void attend(const AttentionInputs& inputs, int num_threads) {
+  static thread_local Scratch scratch;
+  const AttentionShape& shape = inputs.shape;
+  const std::vector<SequenceShare> sequences =
+      sequence_shares(inputs.num_sequences, inputs.query_lens, inputs.num_computed,
+                      inputs.block_tables, inputs.table_width);
+  const AttentionPlan<Element> plan(shape, sequences, inputs.window, num_threads);
+  const PagedAttention<Element> attention(shape, inputs.layer);
+  const size_t row_size = (size_t)shape.heads * shape.head_dim;
+  typename PagedAttention<Element>::Step step{nullptr, nullptr, nullptr, inputs.window};
+  Element* queries;
+  for (int attempt = 0; attempt < 2 && !step.partials; ++attempt) {
+    if (attempt) scratch.grow(scratch.used() * 5 / 4);
+    scratch.reset();
+    step.queries = queries = scratch.take<Element>(inputs.num_tokens * row_size);
+    step.out = scratch.take<float>(inputs.num_tokens * row_size);
+    step.partials = scratch.take<float>(plan.num_parts() * attention.partial_size());
+  }
+  std::atomic<int> next_task{0};
+  run_together(num_threads, [&](const Member& member) {
+    const Range rows = member.share(inputs.num_tokens);
+    const auto row_of = [](const StepRows& x, int row) { return (const Number*)x.data + row * x.stride; };
+    each_row(sequences, rows, [&](const SequenceShare& sequence, int row, int position) {
+      scale(row_of(inputs.query, row), shape.scale, row_size, queries + row * row_size);
+      attention.store_kv(sequence, position, row_of(inputs.key, row), row_of(inputs.value, row));
+    });
+    member.wait();
+    plan.attend(attention, step, next_task, member);
+    member.wait();
+    Number* out = (Number*)inputs.out;
+    scale(step.out + rows.begin * row_size, 1.0f, (rows.end - rows.begin) * row_size,
+          out + rows.begin * row_size);
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+// x [num_rows, k] and out [num_rows, n], both bfloat16 or both float32; bias [n] or null.
+void ts_matmul(const Weight* weight, const void* x, int num_rows, int is_bfloat16,
+               const float* bias, void* out, int num_threads) {
+  if (is_bfloat16)
+    multiply(*weight, (const bf16*)x, num_rows, bias, (bf16*)out, num_threads);
+  else
+    multiply(*weight, (const float*)x, num_rows, bias, (float*)out, num_threads);
+}
+
+// Writes the step's keys and values into one layer of the cache, and attends to all of it.
+void ts_attention(const AttentionInputs* inputs, int num_threads) {
+  if (inputs->is_bfloat16_layer)
+    inputs->is_bfloat16 ? attend<bf16, bf16>(*inputs, num_threads)
+                        : attend<bf16, float>(*inputs, num_threads);
+  else
+    inputs->is_bfloat16 ? attend<float, bf16>(*inputs, num_threads)
+                        : attend<float, float>(*inputs, num_threads);
+}
+
+// Keeps pointers to weights and norms, not to `model`.
+Stage* ts_stage_new(const Model* model) { return new Stage(*model); }
+
+void ts_stage_delete(Stage* stage) { delete stage; }
+
+void ts_stage_run(Stage* stage, const Cache* cache, const StepInputs* inputs,
+                  const StepOutputs* outputs, int num_threads) {
+  stage->run(*cache, *inputs, *outputs, num_threads);
+}
+}
