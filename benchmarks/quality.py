@@ -66,11 +66,23 @@ class Format:
     """`file`, or a bfloat16 `copy` of it, or one of SHUFFLES."""
     dtype: str = "float32"
     quantization: str | None = None
+    kernels: str = "torch"
+    """torch multiplies activations in `dtype` with the dequantised weights: what the weights alone
+    lose. native rounds activations of quantised weights to 8 bits as well: what is served."""
 
 
 SHUFFLES = tuple(f"shuffled {seed}" for seed in range(3))
 """Several, since one such rounding differs from the next by more than many a choice of method."""
 FORMATS = (
+    *(
+        Format(name=name, source="file", dtype=dtype, quantization=quantization, kernels="native")
+        for name, dtype, quantization in (
+            ("float32", "float32", None),
+            ("bfloat16", "bfloat16", None),
+            ("int8", "bfloat16", "int8"),
+            ("int4", "bfloat16", "int4"),
+        )
+    ),
     Format(name="float32", source="file"),
     Format(name="bfloat16", source="file", dtype="bfloat16"),
     Format(name="int8", source="file", quantization="int8"),
@@ -123,6 +135,7 @@ def measure(path: str, form: Format, work: Workload) -> Measured:
         model_path=path,
         dtype=form.dtype,
         quantization=form.quantization,
+        kernels=form.kernels,
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=work.num_blocks),
     )
     runner = ModelRunner(config, progress=lambda *_: mapped.append(resident("RssFile")))
@@ -297,15 +310,16 @@ def oracle_rows(num_prompts: int, num_tokens: int) -> list[Reference]:
 
 
 HEADER = """\
-| weights | from | perplexity | equal tokens | equal prompts | MiB | peak of loading, mapped file |
-| --- | --- | --- | --- | --- | --- | --- |"""
+| weights | activations | kernels | from | perplexity | equal tokens, prompts | MiB | peak, mapped |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
 def table_row(form: Format, found: Measured) -> str:
     mib = 1 << 20
     return (
-        f"| {form.name} | {form.source} | {found.perplexity:.2f} | {found.equal_tokens:.0%} "
-        f"| {found.equal_prompts:.0%} | {found.weight_bytes / mib:.0f} "
+        f"| {form.name} | {form.dtype} | {form.kernels} | {form.source} "
+        f"| {found.perplexity:.2f} | {found.equal_tokens:.0%}, {found.equal_prompts:.0%} "
+        f"| {found.weight_bytes / mib:.0f} "
         f"| {found.load_peak_bytes / mib:.0f}, {found.mapped_bytes / mib:.0f} |"
     )
 

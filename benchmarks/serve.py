@@ -161,6 +161,7 @@ class Bench:
         self.failures: list[str] = []
         self._stack = stack
         self._logs = Path(arguments.logs or stack.enter_context(tempfile.TemporaryDirectory()))
+        self._logs.mkdir(parents=True, exist_ok=True)
         self._servers: list[RunningServer] = []
         self._too_slow: set[tuple[str, str]] = set()
         self._seeds = iter(range(1, 1 << 30))

@@ -81,7 +81,7 @@ class InputsStruct(ctypes.Structure):
 
 
 class OutputsStruct(ctypes.Structure):
-    _fields_ = tuple((name, _POINTER) for name in ("hidden", "logits", "argmax", "finite"))
+    _fields_ = tuple((name, _POINTER) for name in ("hidden", "logits", "likeliest", "finite"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +143,9 @@ class StageOutputs(NamedTuple):
     """[num_tokens, hidden_size] float32, not normed."""
     logits: Tensor
     """[len(logits_rows), vocab_size] float32."""
-    argmax: Tensor
-    """[len(logits_rows)] int64, as torch's."""
+    likeliest: Tensor
+    """[len(logits_rows)] int64: the lowest id of the largest logit; -1 where that is not finite, or
+    one of the row is NaN."""
     finite: Tensor
     """[num_sequences] bool: whether the last row of hidden is."""
 
@@ -177,6 +178,8 @@ class Stage:
         )
         library.ts_stage_new.restype = _POINTER
         self._stage = _POINTER(library.ts_stage_new(ctypes.byref(struct)))
+        self._structs = CacheStruct(), InputsStruct(), OutputsStruct()
+        self._arguments = tuple(map(ctypes.byref, self._structs))
 
     def run(self, inputs: StageInputs, kv_cache: Tensor, *, num_threads: int) -> StageOutputs:
         """Write the step's keys and values into kv_cache, [num_layers, 2, num_blocks, num_kv_heads,
@@ -184,34 +187,28 @@ class Stage:
         num_tokens, num_logits = len(inputs.token_ids), len(inputs.logits_rows)
         hidden = torch.empty((num_tokens, self._model.hidden_size))
         logits = torch.empty((num_logits, self._model.vocab_size))
-        argmax = torch.empty(num_logits, dtype=torch.int64)
+        likeliest = torch.empty(num_logits, dtype=torch.int64)
         finite = torch.empty(len(inputs.query_lens), dtype=torch.bool)
-        outputs = StageOutputs(hidden, logits, argmax, finite)
-        _, _, num_blocks, _, block_size, _ = kv_cache.shape
-        self._library.ts_stage_run(
-            self._stage,
-            ctypes.byref(
-                CacheStruct(
-                    kv_cache.data_ptr(), num_blocks, block_size, kv_cache.dtype == torch.bfloat16
-                )
-            ),
-            ctypes.byref(
-                InputsStruct(
-                    num_tokens,
-                    inputs.token_ids.ctypes.data,
-                    len(inputs.query_lens),
-                    inputs.query_lens.ctypes.data,
-                    inputs.num_computed.ctypes.data,
-                    inputs.block_tables.ctypes.data,
-                    inputs.block_tables.shape[1],
-                    num_logits,
-                    inputs.logits_rows.ctypes.data,
-                )
-            ),
-            ctypes.byref(OutputsStruct(*(tensor.data_ptr() for tensor in outputs))),
-            num_threads,
-        )
+        outputs = StageOutputs(hidden, logits, likeliest, finite)
+        self._point(inputs, kv_cache, outputs)
+        self._library.ts_stage_run(self._stage, *self._arguments, num_threads)
         return outputs
+
+    def _point(self, inputs: StageInputs, kv_cache: Tensor, outputs: StageOutputs) -> None:
+        """Structs are filled anew, not made: half of the call's own cost."""
+        cache, step, out = self._structs
+        _, _, cache.num_blocks, _, cache.block_size, _ = kv_cache.shape
+        cache.data = kv_cache.data_ptr()
+        cache.is_bfloat16 = kv_cache.dtype == torch.bfloat16
+        step.num_tokens = len(inputs.token_ids)
+        step.token_ids = inputs.token_ids.ctypes.data
+        step.num_sequences, step.table_width = inputs.block_tables.shape
+        step.query_lens = inputs.query_lens.ctypes.data
+        step.num_computed = inputs.num_computed.ctypes.data
+        step.block_tables = inputs.block_tables.ctypes.data
+        step.num_logits = len(inputs.logits_rows)
+        step.logits_rows = inputs.logits_rows.ctypes.data
+        out.hidden, out.logits, out.likeliest, out.finite = (t.data_ptr() for t in outputs)
 
     def __del__(self) -> None:
         self._library.ts_stage_delete(self._stage)

@@ -8,7 +8,7 @@ of it.
 from __future__ import annotations
 
 import ctypes
-from itertools import chain
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -64,18 +64,25 @@ def fused_stage(
 def stage_inputs(batch: Batch, *, block_size: int) -> StageInputs:
     """The step that `batch` asks for. Needs at least one sequence."""
     sequences = batch.sequences
-    query_lens = np.array([len(sequence.token_ids) for sequence in sequences], np.int32)
-    last_rows = query_lens.cumsum(dtype=np.int32) - np.int32(1)
     tables = [block_table(sequence, block_size) for sequence in sequences]
     block_tables = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, table in zip(block_tables, tables, strict=True):
         row[: len(table)] = table
+    lens = [len(sequence.token_ids) for sequence in sequences]
+    computed = [sequence.num_computed_tokens for sequence in sequences]
+    logits_rows = [
+        end - 1
+        for end, sequence in zip(accumulate(lens), sequences, strict=True)
+        if sequence.samples
+    ]
+    numbers = np.array(lens + computed + logits_rows, np.int32)  # one is sooner made than three
+    query_lens, num_computed, rows = np.split(numbers, (len(lens), 2 * len(lens)))
     return StageInputs(
-        token_ids=np.fromiter(chain.from_iterable(s.token_ids for s in sequences), np.int64),
+        token_ids=np.array([t for sequence in sequences for t in sequence.token_ids], np.int64),
         query_lens=query_lens,
-        num_computed=np.array([s.num_computed_tokens for s in sequences], np.int32),
+        num_computed=num_computed,
         block_tables=block_tables,
-        logits_rows=last_rows[[bool(sequence.samples) for sequence in sequences]],
+        logits_rows=rows,
     )
 
 

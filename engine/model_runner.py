@@ -46,7 +46,7 @@ class Forward(NamedTuple):
     logits: Tensor
     """[number of sequences with samples, vocab_size] float32."""
     likeliest: Tensor | None
-    """[number of sequences with samples] int64: argmax of the logits, where it is known already."""
+    """[number of sequences with samples] int64, as `sample` takes it; None: not known yet."""
     finite: Tensor
     """[number of sequences] bool. What is no number spreads to all later tokens of its sequence, so
     the last one tells."""

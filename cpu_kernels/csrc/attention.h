@@ -4,7 +4,7 @@
 // the lanes, values with dimensions in the lanes, each in words of 4 bytes. So neither scores nor
 // outputs are ever summed across lanes, and one load serves up to MAX_QUERIES queries.
 //
-// A query's positions are taken in partitions of 64, each with a softmax of its own; partitions are
+// A query's positions are taken in partitions of 128, each with a softmax of its own; partitions are
 // folded into the answer from left to right (Flash-Decoding, arXiv:2311.01282). Whether one thread
 // takes all partitions of a query or several share them, and whatever is computed beside it, the
 // same numbers are added in the same order: a row's result is the same in prefill and decode, in any
@@ -22,7 +22,7 @@
 namespace twostroke {
 
 constexpr int TILE = 16;             // positions
-constexpr int PARTITION_TILES = 4;
+constexpr int PARTITION_TILES = 8;
 constexpr int PARTITION = TILE * PARTITION_TILES;
 constexpr int MAX_QUERIES = 6;
 constexpr float NONE = -INFINITY;    // the largest score of no position at all
@@ -201,7 +201,7 @@ class PagedAttention {
   // Where the tiles of a partition begin, in keys and in values.
   struct Tiles {
     int count = 0;
-    size_t offsets[PARTITION_TILES];
+    size_t offsets[PARTITION_TILES] = {};  // beyond `count` of the first block: for prefetching only
   };
 
   Tiles tiles_of(const Task& task, int partition, int last_position) const {
@@ -245,7 +245,7 @@ class PagedAttention {
         next_tiles = tiles_of(*next_task, next_task->begin, last_position(*next_task));
       alignas(64) float scores[Q][PARTITION];
       float peaks[Q], totals[Q];
-      score<Q>(queries, tiles, scores);
+      score<Q>(queries, tiles, next_tiles, scores);
       alignas(64) Element weights[Q][PARTITION];
       for (int q = 0; q < Q; ++q)
         softmax(scores[q], tiles.count, positions[q] - first_position, step.window, weights[q],
@@ -270,31 +270,35 @@ class PagedAttention {
   }
 
   // Dot products of Q queries with the keys of the tiles. Blocks lie anywhere, so no hardware
-  // foresees them: values are fetched while keys are read, and the next keys with the values.
+  // foresees them: the next partition is fetched while this one is read, keys with keys and values
+  // with values.
   template <int Q>
-  void score(const Element* const* queries, const Tiles& tiles, float (*scores)[PARTITION]) const {
+  void score(const Element* const* queries, const Tiles& tiles, const Tiles& next,
+             float (*scores)[PARTITION]) const {
+    constexpr int TOGETHER = Q <= 3 ? 4 : 2;  // 12 sums hide the latency of an addition
     int tile = 0;
-    for (; tile + 2 <= tiles.count; tile += 2) score_tiles<Q, 2>(queries, tiles, tile, scores);
-    if (tile < tiles.count) score_tiles<Q, 1>(queries, tiles, tile, scores);
+    for (; tile + TOGETHER <= tiles.count; tile += TOGETHER)
+      score_tiles<Q, TOGETHER>(queries, tiles, next, tile, scores);
+    for (; tile < tiles.count; ++tile) score_tiles<Q, 1>(queries, tiles, next, tile, scores);
   }
 
   template <int Q, int TILES>
-  void score_tiles(const Element* const* queries, const Tiles& tiles, int first,
+  void score_tiles(const Element* const* queries, const Tiles& tiles, const Tiles& next, int first,
                    float (*scores)[PARTITION]) const {
     const int words = shape_.head_dim / Words<Element>::WIDTH;
     f32x16 sums[Q][TILES] = {};
     for (int word = 0; word < words; ++word) {
       i32x16 keys[TILES];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int t = 0; t < TILES; ++t) {
-        const size_t offset = tiles.offsets[first + t] + (size_t)word * 64;
-        keys[t] = load_bits(layer_.keys + offset);
-        __builtin_prefetch(layer_.values + offset);
+        const size_t place = (size_t)word * 64;
+        keys[t] = load_bits(layer_.keys + tiles.offsets[first + t] + place);
+        __builtin_prefetch(layer_.keys + next.offsets[first + t] + place);
       }
 #pragma GCC unroll 8
       for (int q = 0; q < Q; ++q) {
         const i32x16 query = broadcast_bits((const char*)queries[q] + word * 4);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int t = 0; t < TILES; ++t) sums[q][t] = Words<Element>::dot(sums[q][t], keys[t], query);
       }
     }
@@ -356,14 +360,14 @@ class PagedAttention {
     f32x16 sums[Q][VECTORS] = {};
     for (int tile = 0; tile < tiles.count; ++tile) {
       size_t offset = tiles.offsets[tile] + (size_t)first_dim * 4;
-      const size_t ahead = tile < next.count ? next.offsets[tile] - tiles.offsets[tile] : 0;
+      const size_t ahead = next.offsets[tile] - tiles.offsets[tile];
       const int first_word = tile * words;
       for (int word = 0; word < words; ++word, offset += stride) {
         i32x16 dims[VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) {
           dims[v] = load_bits(layer_.values + offset + 64 * v);
-          __builtin_prefetch(layer_.keys + offset + ahead + 64 * v);
+          __builtin_prefetch(layer_.values + offset + ahead + 64 * v);
         }
 #pragma GCC unroll 8
         for (int q = 0; q < Q; ++q) {

@@ -204,17 +204,18 @@ inline void panel_int4(const Weight& weight, int panel, const Rows& rows, int fi
     for (int word = 0; word < 4; ++word, words += 128) {
       prefetch(words);
       prefetch(words + 64);
-      const char* inputs = x + group * GROUP + word * 4;
-#pragma GCC unroll 2
-      for (int side = 0; side < 2; ++side) {
-        const i32x16 packed = load_bits(words + 64 * side);
-        const i32x16 low = packed & nibble, high = (i32x16)((u32x16)packed >> 4) & nibble;
+      const i32x16 left = load_bits(words), right = load_bits(words + 64);
+      const i32x16 low_left = left & nibble, low_right = right & nibble;
+      const i32x16 high_left = (i32x16)((u32x16)left >> 4) & nibble;
+      const i32x16 high_right = (i32x16)((u32x16)right >> 4) & nibble;
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const char* input = inputs + r * rows.stride;
-          dots[r][side] = dot_u8_s8(dots[r][side], low, broadcast_bits(input));
-          dots[r][side] = dot_u8_s8(dots[r][side], high, broadcast_bits(input + GROUP / 2));
-        }
+      for (int r = 0; r < R; ++r) {
+        const char* input = x + r * rows.stride + group * GROUP + word * 4;
+        const i32x16 low = broadcast_bits(input), high = broadcast_bits(input + GROUP / 2);
+        dots[r][0] = dot_u8_s8(dots[r][0], low_left, low);
+        dots[r][1] = dot_u8_s8(dots[r][1], low_right, low);
+        dots[r][0] = dot_u8_s8(dots[r][0], high_left, high);
+        dots[r][1] = dot_u8_s8(dots[r][1], high_right, high);
       }
     }
 #pragma GCC unroll 2

@@ -55,7 +55,8 @@ struct StepInputs {
 struct StepOutputs {
   float* hidden;    // [num_tokens, hidden_size], not normed
   float* logits;    // [num_logits, vocab_size]
-  int64_t* argmax;  // [num_logits]: the lowest id of the largest logit
+  int64_t* likeliest;  // [num_logits]: the lowest id of the largest logit; -1 where that is not
+                       // finite, or one of them is NaN
   uint8_t* finite;  // [num_sequences]: whether the last row of hidden is
 };
 
@@ -327,37 +328,46 @@ class Stage {
         Best best = bests_[row];
         for (int i = 1; i < member.count; ++i) {
           const Best& other = bests_[(size_t)i * inputs_.num_logits + row];
-          const bool is_nan = std::isnan(other.logit) && !std::isnan(best.logit);
-          if (other.logit > best.logit || is_nan) best = other;
+          if (std::isnan(other.logit) || other.logit > best.logit) best = other;
         }
-        outputs_.argmax[row] = best.index;
+        outputs_.likeliest[row] = std::isfinite(best.logit) ? best.index : -1;
       }
     }
 
     struct Best {
-      float logit;
+      float logit;  // NaN: there is one among them, or the largest is not finite
       int index;
     };
 
-    // As torch.argmax: the first of the largest, or the first NaN.
+    // Of logits [begin, end), of which no panel's are but partly in it, except the last one's.
     static Best best_of(const float* logits, int begin, int end) {
-      f32x16 peaks = set1(NONE), nans = {};
+      f32x16 peaks = set1(NONE), zeros = {};
       int i = begin;
       for (; i + LANES <= end; i += LANES) {
         const f32x16 x = load(logits + i);
         peaks = max(x, peaks);
-        nans += x * f32x16{};
+        zeros += x * f32x16{};  // NaN from then on where x is not finite
       }
-      float peak = largest(peaks), spoiled = sum(nans);
+      float peak = largest(peaks), zero = 0;
       for (; i < end; ++i) {
         peak = logits[i] > peak ? logits[i] : peak;
-        spoiled += logits[i] * 0.0f;
+        zero += logits[i] * 0.0f;
       }
-      for (i = begin; i < end; ++i)
-        if (std::isnan(spoiled) ? std::isnan(logits[i]) : logits[i] == peak) return {logits[i], i};
-      for (i = begin; i < end; ++i)  // infinite, but no NaN
-        if (logits[i] == peak) return {peak, i};
-      return {NONE, begin};
+      if (std::isnan(zero) || std::isnan(sum(zeros))) return best_with_infinities(logits, begin, end);
+      for (i = begin; i + LANES <= end; i += LANES)
+        if (const int lane = find(load(logits + i), peak); lane >= 0) return {peak, i + lane};
+      while (i < end && logits[i] != peak) ++i;
+      return {peak, i};
+    }
+
+    // -inf is no obstacle: such a token is only never taken.
+    static Best best_with_infinities(const float* logits, int begin, int end) {
+      Best best{NONE, begin};
+      for (int i = begin; i < end; ++i) {
+        if (std::isnan(logits[i]) || logits[i] == INFINITY) return {NAN, i};
+        if (logits[i] > best.logit) best = {logits[i], i};
+      }
+      return best;
     }
 
     void norm_rows(const float* weight, const Weight& next, const Member& member) {

@@ -97,6 +97,18 @@ inline float largest(f32x16 x) {
 #endif
 }
 
+// The first lane that holds `value`; -1: none does.
+inline int find(f32x16 x, float value) {
+#if TWOSTROKE_AVX512
+  const __mmask16 equal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(value), _CMP_EQ_OQ);
+  return equal ? __builtin_ctz(equal) : -1;
+#else
+  for (int i = 0; i < LANES; ++i)
+    if (x[i] == value) return i;
+  return -1;
+#endif
+}
+
 // To the nearest integer, ties to even. |x| < 2**22.
 inline f32x16 round(f32x16 x) {
 #if TWOSTROKE_AVX512

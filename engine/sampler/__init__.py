@@ -25,8 +25,8 @@ def sample(
 ) -> list[tuple[Sampled, ...]]:
     """logits [num_rows, vocab_size] float32, left as they are, and the specs of each row (several
     where choices share it) -> one Sampled per spec, grouped in the same way. `likeliest` [num_rows]
-    int64 is the argmax of the logits (the lowest id of equal ones, or a NaN's) where the model's
-    backend knows it already.
+    int64 is the lowest id of the largest logits, -1 where that is not finite or one is NaN: given
+    where the model's backend knows it already.
 
     No token for a row that holds a NaN or has no finite maximum: any would be a wrong one.
     """

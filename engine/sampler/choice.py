@@ -25,24 +25,24 @@ from engine.sampler.processors import is_processed, process
 def choose(
     logits: Tensor, rows: Sequence[int], specs: Sequence[SampleSpec], likeliest: Tensor | None
 ) -> list[Sampled]:
-    """logits [num_rows, vocab_size] float32, and their argmax where it is known; the row of each
+    """logits [num_rows, vocab_size] float32, and `likeliest` as in `sample`; the row of each
     spec -> the choice of each spec."""
-    if likeliest is None:
-        likeliest = _argmax(logits)
-    finite = logits.gather(1, likeliest.unsqueeze(-1)).isfinite().squeeze(-1).tolist()
-    token_ids = likeliest.tolist()
-    sampled = [Sampled(token_ids[row] if finite[row] else None) for row in rows]
+    token_ids = (_likeliest(logits) if likeliest is None else likeliest).tolist()
+    sampled = [Sampled(None if token_ids[row] < 0 else token_ids[row]) for row in rows]
     for i, (row, spec) in enumerate(zip(rows, specs, strict=True)):
-        if finite[row] and (is_processed(spec) or not spec.sampling.greedy):
+        if token_ids[row] >= 0 and (is_processed(spec) or not spec.sampling.greedy):
             sampled[i] = _choose_from(logits[row], spec)
     return sampled
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    """[num_rows] int64: the first, so the lowest, id of equal maxima; that of a NaN, if any."""
+def _likeliest(logits: Tensor) -> Tensor:
+    """As `sample` describes it."""
     if logits.device.type == "cpu":  # where numpy's is 12 times faster than torch's
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
+        token_ids = torch.from_numpy(logits.numpy().argmax(axis=-1))
+    else:
+        token_ids = logits.argmax(dim=-1)
+    finite = logits.gather(1, token_ids.unsqueeze(-1)).isfinite().squeeze(-1)
+    return token_ids.where(finite, -1)
 
 
 def _choose_from(logits: Tensor, spec: SampleSpec) -> Sampled:

@@ -22,7 +22,7 @@ from engine.kernels.native_attention import native_layout
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 NUM_BLOCKS = 48
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 """The reference computes in float32 whatever the rows are. With bfloat16 the kernels round scaled
 queries, weights and answers to 8 bits."""
 

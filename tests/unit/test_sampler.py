@@ -291,8 +291,9 @@ def test_what_is_likeliest_may_be_known_already():
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
     logits[2, 5] = math.nan
     rows = [[spec(temperature=0.0)], [spec(seed=1)], [spec(temperature=0.0)], [spec(top_k=3)]]
-    assert sample(logits, rows, logits.argmax(dim=-1)) == sample(logits, rows)
-    misled = sample(logits, rows, torch.tensor([7, 7, 5, 7]))
+    known = logits.argmax(dim=-1).where(torch.tensor([True, True, False, True]), -1)
+    assert sample(logits, rows, known) == sample(logits, rows)
+    misled = sample(logits, rows, torch.tensor([7, 7, -1, 7]))
     assert misled[0] == (Sampled(7),)  # it is not computed again
     assert misled[1:] == sample(logits, rows)[1:]
 

@@ -77,7 +77,7 @@ struct Memory {
 
 struct Outputs {
   std::vector<float> hidden, logits;
-  std::vector<int64_t> argmax;
+  std::vector<int64_t> likeliest;
   std::vector<uint8_t> finite;
 };
 
@@ -112,7 +112,7 @@ Outputs run(const TinyModel& model, Memory<Element>& memory, const std::vector<S
   const StepInputs inputs{(int)token_ids.size(), token_ids.data(), (int)shares.size(),
                           query_lens.data(), num_computed.data(), tables.data(), (int)width,
                           (int)rows.size(), rows.data()};
-  const StepOutputs outputs{out.hidden.data(), out.logits.data(), out.argmax.data(),
+  const StepOutputs outputs{out.hidden.data(), out.logits.data(), out.likeliest.data(),
                             out.finite.data()};
   ts_stage_run(model.stage(), &cache, &inputs, &outputs, num_threads);
   return out;
@@ -121,10 +121,10 @@ Outputs run(const TinyModel& model, Memory<Element>& memory, const std::vector<S
 void check_outputs(const Outputs& out, const Sizes& sizes) {
   for (float number : out.hidden) CHECK(std::isfinite(number), "%g", number);
   for (uint8_t finite : out.finite) CHECK(finite == 1, "%d", finite);
-  for (size_t row = 0; row < out.argmax.size(); ++row) {
+  for (size_t row = 0; row < out.likeliest.size(); ++row) {
     const float* logits = &out.logits[row * sizes.vocab];
     const int64_t likeliest = std::max_element(logits, logits + sizes.vocab) - logits;
-    CHECK(out.argmax[row] == likeliest, "row %zu", row);
+    CHECK(out.likeliest[row] == likeliest, "row %zu", row);
   }
 }
 
@@ -149,7 +149,7 @@ void test(const Sizes& sizes, Format format, Random& random) {
     const Outputs again = run(model, other, whole, threads);
     CHECK(same_bits(first.hidden, again.hidden), "%d threads", threads);
     CHECK(same_bits(first.logits, again.logits), "%d threads", threads);
-    CHECK(first.argmax == again.argmax, "%d threads", threads);
+    CHECK(first.likeliest == again.likeliest, "%d threads", threads);
     CHECK(same_bits(memory.cache, other.cache), "%d threads", threads);
     Memory<Element> parts(sizes);
     run(model, parts, {{tokens(0, 10, sizes), 0, {4}}, {tokens(9, 11, sizes), 0, {0}}}, threads);
