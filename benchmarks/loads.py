@@ -10,15 +10,12 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from benchmarks.load import Ask, Outcome, closed_loop, text_workload
-from benchmarks.servers import MODEL, RunningServer
+from benchmarks.servers import MODEL, ROOT, RunningServer
 from router.tokenizer import load_tokenizer
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,6 @@ FORMATS = {
     "bf16": ("--dtype", "bfloat16"),
 }
 ALL = frozenset(load.name for load in LOADS)
-STREAMS = frozenset({"1 stream", "8 streams", "32 streams"})
 FIRST_TOKEN = Load(
     name="first token", num_streams=1, num_requests=1, prompt_tokens=16, output_tokens=1
 )

@@ -54,7 +54,6 @@ class RunningServer:
         self.server = server
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        started = time.perf_counter()
         self._process = psutil.Popen(
             [part.replace("{port}", str(self.port)) for part in server.command],
             env=os.environ | server.env,
@@ -69,7 +68,6 @@ class RunningServer:
         except BaseException:
             self.stop()
             raise
-        self.ready_s = time.perf_counter() - started
 
     def check(self) -> None:
         if self._process.poll() is not None:

@@ -158,8 +158,9 @@ class ColocatedWorker:
         batch = self._executor.batch
         assert batch is not None, "a step that failed had a batch"
         known = error if isinstance(error, TwostrokeError) else StepFailedError("a step failed")
-        for share in batch.sequences:
-            self.abort(*share.key)
+        for share in batch.sequences:  # the engine has let go of them
+            if (life := self._lives.get(share.request_id)) is not None:
+                self._forget(life)
         return [
             SequenceOutput(request_id=share.request_id, attempt=share.attempt, error=known)
             for share in batch.sequences

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTimes:
-    """What the prefill worker measured for one request. Seconds and tokens."""
+    """What the worker that read the prompt measured. Seconds and tokens."""
 
     queue_s: float
     """Arrival at the worker until its first token was scheduled."""
@@ -24,7 +24,7 @@ class PrefillTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTimes:
-    """What the decode worker measured for one request. Seconds, tokens, blocks, bytes."""
+    """What the worker that wrote the answer measured. Seconds, tokens, blocks, bytes."""
 
     queue_s: float
     """Arrival at the worker until its blocks were allocated."""

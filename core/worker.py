@@ -87,7 +87,7 @@ class WorkerReport:
     num_waiting: int
     num_running: int
     num_queued_tokens: int
-    """Prompt tokens not yet computed (prefill)."""
+    """Prompt tokens not yet computed."""
     num_free_blocks: int
     """Free or cached: what a new request could get."""
     num_leased_blocks: int

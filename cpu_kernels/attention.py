@@ -13,8 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cpu_kernels.matmul import check
+
 HEAD_DIM_STEP = 16
 """Dimensions of a head are taken in whole vectors."""
+MAX_HEAD_DIM = 512
+"""csrc/attention.h's."""
 
 
 class ShapeStruct(ctypes.Structure):
@@ -72,7 +76,7 @@ class SequenceShares:
 
 
 def can_attend(head_dim: int) -> bool:
-    return head_dim % HEAD_DIM_STEP == 0
+    return head_dim % HEAD_DIM_STEP == 0 and head_dim <= MAX_HEAD_DIM
 
 
 def paged_attention(
@@ -86,6 +90,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    num_threads: int,
 ) -> Tensor:
     """query [T, H, D], key and value [T, K, D]; kv_layer [2, num_blocks, K, block_size, D] in
     tiles16 order, which is written to -> [T, H, D] in query's dtype. Step and layer: float32 or
@@ -111,7 +116,7 @@ def paged_attention(
         kv_layer[1].data_ptr(),
         kv_layer.dtype == torch.bfloat16,
     )
-    library.ts_attention(ctypes.byref(inputs), torch.get_num_threads())
+    check(library.ts_attention(ctypes.byref(inputs), num_threads))
     return out
 
 

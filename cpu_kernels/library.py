@@ -62,7 +62,11 @@ def load_library(
     if level is not None and level not in levels:
         raise ConfigError(f"this CPU cannot run kernels of level {level}, only {', '.join(levels)}")
     build = KernelBuild(sources=sources, level=level or levels[0])
-    folder = cache_folder(cache)
+    try:
+        folder = cache_folder(cache)
+    except RuntimeError as error:  # this user has no home
+        note(f"{error}: building the CPU kernels for now only")
+        return _load_unkept(build, note)
     try:
         path = built_library(build, folder, note)
     except OSError as error:
@@ -82,6 +86,6 @@ def _load_unkept(build: KernelBuild, note: Note) -> ctypes.CDLL:
 
 def _load(path: Path) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path.resolve()))  # a name without a slash would be searched for
     except OSError as error:
         raise ConfigError(f"the CPU kernels cannot be loaded: {error}") from error

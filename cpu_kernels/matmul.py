@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 PANEL_ROWS = 32
-GROUP_SIZE = 32
 
 
 class Format(IntEnum):
@@ -36,6 +35,12 @@ class MatrixStruct(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("minimums", ctypes.c_void_p),
     )
+
+
+def check(failed: int) -> None:
+    """Of a kernel's return value."""
+    if failed:
+        raise MemoryError("there is no memory, or there are no threads, for the CPU kernels")
 
 
 def pack_words(matrix: Tensor) -> Tensor:
@@ -95,7 +100,7 @@ class Matrix:
         out = x.new_empty((*x.shape[:-1], self.struct.out_features))
         if bias is not None:
             bias = bias.float()
-        library.ts_matmul(
+        failed = library.ts_matmul(
             self._pointer,
             ctypes.c_void_p(x.data_ptr()),
             x.numel() // self.struct.in_features,
@@ -104,4 +109,5 @@ class Matrix:
             ctypes.c_void_p(out.data_ptr()),
             num_threads,
         )
+        check(failed)
         return out

@@ -15,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cpu_kernels.matmul import Matrix, MatrixStruct
+from cpu_kernels.matmul import Matrix, MatrixStruct, check
 
 _POINTER = ctypes.c_void_p
 
 
 class LayerStruct(ctypes.Structure):
+    """csrc/stage.h's Layer."""
+
     _fields_ = (
         *((name, MatrixStruct) for name in ("qkv", "output", "gate_up", "down")),
         *((f"{name}_bias", _POINTER) for name in ("qkv", "output", "gate_up", "down")),
@@ -31,6 +33,8 @@ class LayerStruct(ctypes.Structure):
 
 
 class ModelStruct(ctypes.Structure):
+    """csrc/stage.h's Model."""
+
     _fields_ = (
         *(
             (name, ctypes.c_int)
@@ -58,6 +62,8 @@ class ModelStruct(ctypes.Structure):
 
 
 class CacheStruct(ctypes.Structure):
+    """csrc/stage.h's Cache."""
+
     _fields_ = (
         ("data", _POINTER),
         ("num_blocks", ctypes.c_int),
@@ -67,6 +73,8 @@ class CacheStruct(ctypes.Structure):
 
 
 class InputsStruct(ctypes.Structure):
+    """csrc/stage.h's StepInputs."""
+
     _fields_ = (
         ("num_tokens", ctypes.c_int),
         ("token_ids", _POINTER),
@@ -81,6 +89,8 @@ class InputsStruct(ctypes.Structure):
 
 
 class OutputsStruct(ctypes.Structure):
+    """csrc/stage.h's StepOutputs."""
+
     _fields_ = tuple((name, _POINTER) for name in ("hidden", "logits", "likeliest", "finite"))
 
 
@@ -155,6 +165,7 @@ class Stage:
 
     def __init__(self, model: StageModel, library: ctypes.CDLL) -> None:
         self._library = library
+        self._stage = _POINTER()
         self._model = model  # keeps what the structs point to
         layers = (LayerStruct * len(model.layers))(*map(_layer_struct, model.layers))
         struct = ModelStruct(
@@ -176,8 +187,7 @@ class Stage:
             model.head.struct,
             _pointer(model.final_norm),
         )
-        library.ts_stage_new.restype = _POINTER
-        self._stage = _POINTER(library.ts_stage_new(ctypes.byref(struct)))
+        check(library.ts_stage_new(ctypes.byref(struct), ctypes.byref(self._stage)))
         self._structs = CacheStruct(), InputsStruct(), OutputsStruct()
         self._arguments = tuple(map(ctypes.byref, self._structs))
 
@@ -191,7 +201,7 @@ class Stage:
         finite = torch.empty(len(inputs.query_lens), dtype=torch.bool)
         outputs = StageOutputs(hidden, logits, likeliest, finite)
         self._point(inputs, kv_cache, outputs)
-        self._library.ts_stage_run(self._stage, *self._arguments, num_threads)
+        check(self._library.ts_stage_run(self._stage, *self._arguments, num_threads))
         return outputs
 
     def _point(self, inputs: StageInputs, kv_cache: Tensor, outputs: StageOutputs) -> None:

@@ -1,4 +1,4 @@
-"""The whole cluster in one process, without Ray: the same parts over loopback. Tests use it.
+"""The whole cluster in one process, without Ray: for one small machine, and for tests.
 
 Colocated workers are not even dialled: the router hands them requests and gets outputs as they are.
 """
@@ -6,6 +6,7 @@ Colocated workers are not even dialled: the router hands them requests and gets 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from colocated_workers.server import ColocatedServer
 from core.config import ClusterConfig, WorkerConfig
@@ -36,8 +37,8 @@ class InProcessLauncher:
     """Workers share this event loop; each steps in a thread of its own."""
 
     def __init__(self) -> None:
-        self._hubs: dict[str, SessionHub] = {}
-        """Of colocated workers, by address."""
+        self._hubs: WeakValueDictionary[str, SessionHub] = WeakValueDictionary()
+        """Of colocated workers that live, by address: an ended one must not keep its model here."""
         self._dial = over_grpc()
 
     async def launch(self, config: WorkerConfig, progress: Progress) -> InProcessWorker:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from core.model_config import ModelConfig
+from cpu_kernels.attention import can_attend
 from cpu_kernels.matmul import PANEL_ROWS, Matrix
 from cpu_kernels.stage import Stage, StageInputs, StageLayer, StageModel
 from engine.batch import Batch, block_table
@@ -96,7 +97,7 @@ def _has_shape(model: CausalLM, config: ModelConfig) -> bool:
         all(getattr(family, name) is getattr(CausalLM, name) for name in _PLAIN_METHODS)
         and type(model.model.norm) is RMSNorm
         and model.final_logit_softcap is None
-        and config.head_dim % 16 == 0
+        and can_attend(config.head_dim)
         and config.intermediate_size % PANEL_ROWS == 0
         and all(_is_known(layer) for layer in model.model.layers)
         and all(isinstance(m, PackedWeight) for m in model.modules() if isinstance(m, Weight))

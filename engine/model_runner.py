@@ -22,6 +22,7 @@ from core.model_files import load_model_config
 from core.request import TokenLogprobs
 from core.worker import Progress
 from cpu_kernels.library import choose_library
+from cpu_kernels.stage import Stage
 from engine.batch import Batch, Pooling, ScheduledSequence, SequenceResult, build_inputs
 from engine.fused_stage import fused_stage, stage_inputs
 from engine.kernels import plan_attention
@@ -42,7 +43,7 @@ class Forward(NamedTuple):
     """What a forward pass leaves."""
 
     hidden: Tensor
-    """[num_tokens, hidden_size], not normed yet."""
+    """[num_tokens, hidden_size], not normed yet; in the model's dtype, from a stage float32."""
     logits: Tensor
     """[number of sequences with samples, vocab_size] float32."""
     likeliest: Tensor | None
@@ -93,15 +94,21 @@ class ModelRunner:
         )
         self._model = model(self.model_config, placement=placement)
         load_weights(self._model, self._model.adapt(checkpoint), progress)
-        self._stage = None
-        if self._library is not None:
-            pack_weights(self._model, self._library, num_threads=config.num_threads)
-            if layout.inner_order != "plain":
-                self._stage = fused_stage(self._model, self.model_config, group, self._library)
-        if self._stage is not None:
+        self._stage = self._use_kernels(group)
+
+    def _use_kernels(self, group: Group) -> Stage | None:
+        """Pack the loaded weights; one call for all layers, where the kernels know the model."""
+        if self._library is None:
+            return None
+        pack_weights(self._model, self._library, num_threads=self._num_threads)
+        if self.kv_cache.layout.inner_order == "plain":
+            return None
+        stage = fused_stage(self._model, self.model_config, group, self._library)
+        if stage is not None:
             # What is left for torch is small, and its waiting threads would take the cores from
             # ours for milliseconds.
             torch.set_num_threads(1)
+        return stage
 
     @property
     def weight_bytes(self) -> int:
@@ -140,7 +147,8 @@ class ModelRunner:
         block_size = cache.layout.block_size
         if self._stage is not None:
             step = stage_inputs(batch, block_size=block_size)
-            return Forward(*self._stage.run(step, cache.tensor, num_threads=self._num_threads))
+            out = self._stage.run(step, cache.tensor, num_threads=self._num_threads)
+            return Forward(out.hidden, out.logits, out.likeliest, out.finite)
         inputs = build_inputs(batch, block_size=block_size, device=self._device)
         plan = plan_attention(
             inputs,
@@ -149,6 +157,7 @@ class ModelRunner:
             self.model_config,
             self._library,
             dtype=self._dtype,
+            num_threads=self._num_threads,
         )
         hidden = self._model(inputs.token_ids, inputs.positions, cache.tensor, plan)
         last_rows = [

@@ -145,7 +145,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
             request = request_from_proto(submit.request)
         except TwostrokeError as error:
             key = (submit.request.request_id, submit.request.attempt)
-            session.reader.take_outputs([_refusal(key, error)])
+            session.reader.take_outputs([_failure(key, error)])
             return
         self.submit(session, request, handle)
 
@@ -173,7 +173,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         key = request.key
         if key in self._owner:  # its owner keeps it
             error = InvalidRequestError("this attempt is already here", param="request_id")
-            session.reader.take_outputs([_refusal(key, error)])
+            session.reader.take_outputs([_failure(key, error)])
             return
         session.keys.add(key)
         self._owner[key] = session
@@ -226,7 +226,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
             session.reader.end()
 
 
-def _refusal(key: RequestKey, error: TwostrokeError) -> SequenceOutput:
+def _failure(key: RequestKey, error: TwostrokeError) -> SequenceOutput:
     return SequenceOutput(request_id=key[0], attempt=key[1], error=error)
 
 
@@ -236,7 +236,4 @@ def _to_proto(output: SequenceOutput) -> pb.SequenceOutput:
         return output_to_proto(output)
     except (TypeError, ValueError):
         logger.exception("an output of %s cannot be sent", output.key)
-        error = InternalError("the answer cannot be sent")
-        return output_to_proto(
-            SequenceOutput(request_id=output.request_id, attempt=output.attempt, error=error)
-        )
+        return output_to_proto(_failure(output.key, InternalError("the answer cannot be sent")))

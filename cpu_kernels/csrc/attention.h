@@ -25,6 +25,7 @@ constexpr int TILE = 16;             // positions
 constexpr int PARTITION_TILES = 8;
 constexpr int PARTITION = TILE * PARTITION_TILES;
 constexpr int MAX_QUERIES = 6;
+constexpr int MAX_HEAD_DIM = 512;
 constexpr float NONE = -INFINITY;    // the largest score of no position at all
 
 struct AttentionShape {
@@ -144,11 +145,11 @@ class PagedAttention {
     }
   }
 
-  // Folds the partial results of the queries of `task`, a task that was cut: parts [begin, end).
-  void fold_parts(const Task& task, int begin, int end, const Step& step, int query) const {
+  // Folds the partial results of the queries of `task`, a task that was cut.
+  void fold_parts(const Task& task, const Step& step, int query) const {
     const int dim = shape_.head_dim;
     Answer answer{out_of(task, step, query)};
-    for (int part = begin; part < end; ++part) {
+    for (int part = task.part; part < task.part + task.end - task.begin; ++part) {
       const float* partial = step.partials + part * partial_size() + (size_t)query * (dim + 2);
       answer.fold(partial, partial[dim], partial[dim + 1], dim);
     }
@@ -233,8 +234,7 @@ class PagedAttention {
       answers[q].out = out_of(task, step, q);
     }
     const int last = last_position(task);
-    static thread_local std::vector<float> buffer;
-    buffer.resize((size_t)Q * dim);
+    alignas(64) float buffer[Q * MAX_HEAD_DIM];
     Tiles tiles = tiles_of(task, task.begin, last);
     for (int partition = task.begin; partition < task.end; ++partition) {
       const int first_position = partition * PARTITION;
@@ -250,10 +250,10 @@ class PagedAttention {
       for (int q = 0; q < Q; ++q)
         softmax(scores[q], tiles.count, positions[q] - first_position, step.window, weights[q],
                 peaks[q], totals[q]);
-      weigh<Q>(weights, tiles, next_tiles, buffer.data());
+      weigh<Q>(weights, tiles, next_tiles, buffer);
       tiles = next_tiles;
       for (int q = 0; q < Q; ++q) {
-        const float* part = buffer.data() + (size_t)q * dim;
+        const float* part = buffer + (size_t)q * dim;
         if (task.part < 0) {
           answers[q].fold(part, peaks[q], totals[q], dim);
         } else {
@@ -429,7 +429,7 @@ class AttentionPlan {
     for (const Task& task : whole_)
       for (int q = 0; q < task.count; ++q, ++query)
         if (query >= queries.begin && query < queries.end)
-          attention.fold_parts(task, task.part, task.part + task.end - task.begin, step, q);
+          attention.fold_parts(task, step, q);
   }
 
  private:

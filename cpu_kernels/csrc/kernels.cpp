@@ -18,14 +18,12 @@ void multiply(const Weight& weight, const Number* x, int num_rows, const float* 
               int num_threads) {
   static thread_local Scratch scratch;
   Rows rows;
-  float* wide = nullptr;
+  float* wide;
   const size_t wide_stride = (size_t)weight.k + LANES;
-  for (int attempt = 0; attempt < 2 && !wide; ++attempt) {
-    if (attempt) scratch.grow(scratch.used() * 5 / 4);
-    scratch.reset();
+  scratch.fit([&] {
     rows = rows_for(weight, take_rows(scratch, num_rows, weight.k));
     wide = scratch.take<float>(wide_stride * num_threads);
-  }
+  });
   run_together(num_threads, [&](const Member& member) {
     float* row = wide + wide_stride * member.index;
     const Range mine = member.share(num_rows);
@@ -75,13 +73,11 @@ void attend(const AttentionInputs& inputs, int num_threads) {
   const size_t row_size = (size_t)shape.heads * shape.head_dim;
   typename PagedAttention<Element>::Step step{nullptr, nullptr, nullptr, inputs.window};
   Element* queries;
-  for (int attempt = 0; attempt < 2 && !step.partials; ++attempt) {
-    if (attempt) scratch.grow(scratch.used() * 5 / 4);
-    scratch.reset();
+  scratch.fit([&] {
     step.queries = queries = scratch.take<Element>(inputs.num_tokens * row_size);
     step.out = scratch.take<float>(inputs.num_tokens * row_size);
     step.partials = scratch.take<float>(plan.num_parts() * attention.partial_size());
-  }
+  });
   std::atomic<int> next_task{0};
   run_together(num_threads, [&](const Member& member) {
     const Range rows = member.share(inputs.num_tokens);
@@ -99,36 +95,54 @@ void attend(const AttentionInputs& inputs, int num_threads) {
   });
 }
 
+// No exception crosses into C: 1 instead, where memory or threads cannot be had.
+template <class Work>
+int guarded(Work work) {
+  try {
+    work();
+    return 0;
+  } catch (...) {
+    return 1;
+  }
+}
+
 }  // namespace
 
+// Each returns 0, or 1 where the machine had no memory or threads for it.
 extern "C" {
 
 // x [num_rows, k] and out [num_rows, n], both bfloat16 or both float32; bias [n] or null.
-void ts_matmul(const Weight* weight, const void* x, int num_rows, int is_bfloat16,
-               const float* bias, void* out, int num_threads) {
-  if (is_bfloat16)
-    multiply(*weight, (const bf16*)x, num_rows, bias, (bf16*)out, num_threads);
-  else
-    multiply(*weight, (const float*)x, num_rows, bias, (float*)out, num_threads);
+int ts_matmul(const Weight* weight, const void* x, int num_rows, int is_bfloat16,
+              const float* bias, void* out, int num_threads) {
+  return guarded([&] {
+    if (is_bfloat16)
+      multiply(*weight, (const bf16*)x, num_rows, bias, (bf16*)out, num_threads);
+    else
+      multiply(*weight, (const float*)x, num_rows, bias, (float*)out, num_threads);
+  });
 }
 
 // Writes the step's keys and values into one layer of the cache, and attends to all of it.
-void ts_attention(const AttentionInputs* inputs, int num_threads) {
-  if (inputs->is_bfloat16_layer)
-    inputs->is_bfloat16 ? attend<bf16, bf16>(*inputs, num_threads)
-                        : attend<bf16, float>(*inputs, num_threads);
-  else
-    inputs->is_bfloat16 ? attend<float, bf16>(*inputs, num_threads)
-                        : attend<float, float>(*inputs, num_threads);
+int ts_attention(const AttentionInputs* inputs, int num_threads) {
+  return guarded([&] {
+    if (inputs->is_bfloat16_layer)
+      inputs->is_bfloat16 ? attend<bf16, bf16>(*inputs, num_threads)
+                          : attend<bf16, float>(*inputs, num_threads);
+    else
+      inputs->is_bfloat16 ? attend<float, bf16>(*inputs, num_threads)
+                          : attend<float, float>(*inputs, num_threads);
+  });
 }
 
 // Keeps pointers to weights and norms, not to `model`.
-Stage* ts_stage_new(const Model* model) { return new Stage(*model); }
+int ts_stage_new(const Model* model, Stage** stage) {
+  return guarded([&] { *stage = new Stage(*model); });
+}
 
 void ts_stage_delete(Stage* stage) { delete stage; }
 
-void ts_stage_run(Stage* stage, const Cache* cache, const StepInputs* inputs,
-                  const StepOutputs* outputs, int num_threads) {
-  stage->run(*cache, *inputs, *outputs, num_threads);
+int ts_stage_run(Stage* stage, const Cache* cache, const StepInputs* inputs,
+                 const StepOutputs* outputs, int num_threads) {
+  return guarded([&] { stage->run(*cache, *inputs, *outputs, num_threads); });
 }
 }

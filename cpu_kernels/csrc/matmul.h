@@ -260,9 +260,9 @@ inline PanelKernel panel_kernel(Format format, int num_rows) {
 template <class Take>
 inline void each_panel_block(int num_rows, int begin, int end, Take take) {
   const int num_blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+  const auto start = [&](int block) { return (int)((int64_t)num_rows * block / num_blocks); };
   for (int panel = begin; panel < end; ++panel)
-    for (int block = 0; block < num_blocks; ++block)
-      take(panel, num_rows * block / num_blocks, num_rows * (block + 1) / num_blocks);
+    for (int block = 0; block < num_blocks; ++block) take(panel, start(block), start(block + 1));
 }
 
 // For each panel of [begin, end) and each of the rows [0, num_rows):

@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "matmul.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace twostroke {
@@ -125,50 +126,6 @@ inline void unpack_row(const Weight& weight, int64_t index, float* out) {
   }
 }
 
-// Memory of one step, grown to the largest step so far.
-class Scratch {
- public:
-  template <class T>
-  T* take(size_t count) {
-    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64 + 64;  // vectors may read past the end
-    used_ += bytes;
-    if (used_ > size_) return nullptr;
-    return (T*)(data_.get() + used_ - bytes);
-  }
-  size_t used() const { return used_; }
-  void reset() { used_ = 0; }
-  void grow(size_t size) {
-    size_ = (size + 63) / 64 * 64;  // aligned_alloc takes whole multiples only
-    data_.reset((char*)std::aligned_alloc(64, size_));
-    std::memset(data_.get(), 0, size_);
-  }
-
- private:
-  struct Free {
-    void operator()(char* data) const { std::free(data); }
-  };
-  std::unique_ptr<char, Free> data_;
-  size_t size_ = 0, used_ = 0;
-};
-
-inline Rows take_rows(Scratch& scratch, int num_rows, int max_inputs) {
-  Rows rows;
-  rows.stride = 0;
-  rows.groups = 0;
-  rows.data = scratch.take<char>((size_t)num_rows * max_inputs * sizeof(float));
-  const size_t groups = (size_t)num_rows * ((max_inputs + GROUP - 1) / GROUP);
-  rows.scales = scratch.take<float>(groups);
-  rows.offsets = scratch.take<int32_t>(groups);
-  rows.sums = scratch.take<float>(groups);
-  return rows;
-}
-
-inline Rows rows_for(const Weight& weight, Rows rows) {
-  rows.stride = row_bytes(weight.format, weight.k);
-  rows.groups = weight.groups();
-  return rows;
-}
-
 class Stage {
  public:
   explicit Stage(const Model& model) : model_(model), layers_(model.layers, model.layers + model.num_layers) {}
@@ -193,14 +150,7 @@ class Stage {
                  model_.attention_scale, model_.attention_softcap},
           next_task_(model_.num_layers) {
       plan();
-      Scratch& scratch = stage.scratch_;
-      scratch.reset();
-      allocate(scratch);
-      if (norms_ == nullptr) {  // what is needed is known now
-        scratch.grow(scratch.used() * 5 / 4);
-        scratch.reset();
-        allocate(scratch);
-      }
+      stage.scratch_.fit([&] { allocate(stage.scratch_); });
     }
 
     void run() {
@@ -245,7 +195,7 @@ class Stage {
       sin_ = scratch.take<float>(rows * model_.rotary_dim / 2);
       partials_ = scratch.take<float>((size_t)parts * MAX_QUERIES * (model_.head_dim + 2));
       bests_ = scratch.take<Best>((size_t)num_threads_ * inputs_.num_logits);
-      norms_ = scratch.take<float>((size_t)num_threads_ * (widest + LANES));  // last: tells all fit
+      norms_ = scratch.take<float>(num_threads_ * norm_stride());
     }
 
     void embed(const Member& member) {
@@ -493,7 +443,7 @@ class Stage {
     int qkv_size_ = 0;
     Rows prepared_;
     float *qkv_, *attended_, *gated_, *cos_, *sin_, *partials_;
-    float* norms_ = nullptr;
+    float* norms_;
     Element* queries_;
     Best* bests_;
   };

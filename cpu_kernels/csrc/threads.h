@@ -1,8 +1,10 @@
 // A few threads that run one function together, and meet inside it at barriers.
 //
-// OpenMP's waiting threads burn a core that the HTTP process needs, or another of ours. Every calling thread has its own team, so that two engines
-// in one process never wait for each other.
+// Not OpenMP: its waiting threads burn a core that the HTTP process needs, or another of ours. Every
+// calling thread has its own team, so that two engines in one process never wait for each other.
 #pragma once
+
+#include <pthread.h>
 
 #include <atomic>
 #include <functional>
@@ -25,7 +27,7 @@ inline void pause_cpu() {
 // one. Which it is, the last waits tell: each that spins in vain halves the next one's patience.
 class Signal {
  public:
-  int value() const { return value_.load(std::memory_order_acquire); }
+  unsigned value() const { return value_.load(std::memory_order_acquire); }
 
   void raise() {
     value_.fetch_add(1, std::memory_order_seq_cst);
@@ -33,10 +35,11 @@ class Signal {
   }
 
   // Until the value is no longer `seen`.
-  void wait(int seen) {
+  void wait(unsigned seen) {
     constexpr int MOST_SPINS = 2000;  // some 50 microseconds
     constexpr int PROBE_EVERY = 64;   // waits: has the other core become free?
-    static thread_local int patience = MOST_SPINS, waits = 0;
+    static thread_local int patience = MOST_SPINS;
+    static thread_local unsigned waits = 0;
     const int spins = ++waits % PROBE_EVERY ? patience : MOST_SPINS;
     for (int i = 0; i < spins && value() == seen; ++i) pause_cpu();
     if (value() != seen) {
@@ -52,7 +55,7 @@ class Signal {
   }
 
  private:
-  alignas(64) std::atomic<int> value_{0};
+  alignas(64) std::atomic<unsigned> value_{0};
   std::atomic<int> sleepers_{0};
 };
 
@@ -61,7 +64,7 @@ class Barrier {
   explicit Barrier(int count) : count_(count) {}
 
   void wait() {
-    const int seen = phase_.value();
+    const unsigned seen = phase_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
       arrived_.store(0, std::memory_order_relaxed);
       phase_.raise();
@@ -96,13 +99,17 @@ using Job = std::function<void(const Member&)>;
 
 class Team {
  public:
+  // Throws std::system_error where the machine gives no more threads.
   explicit Team(int count) : count_(count), barrier_(count) {
-    for (int index = 1; index < count; ++index) threads_.emplace_back([this, index] { serve(index); });
+    try {
+      for (int index = 1; index < count; ++index)
+        threads_.emplace_back([this, index] { serve(index); });
+    } catch (...) {
+      end();
+      throw;
+    }
   }
-  ~Team() {
-    start(nullptr);
-    for (std::thread& thread : threads_) thread.join();
-  }
+  ~Team() { end(); }
   Team(const Team&) = delete;
 
   void run(const Job& job) {
@@ -112,13 +119,18 @@ class Team {
   }
 
  private:
+  void end() {
+    start(nullptr);
+    for (std::thread& thread : threads_) thread.join();
+  }
+
   void start(const Job* job) {
     job_ = job;
     round_.raise();
   }
 
   void serve(int index) {
-    for (int seen = 0;; ++seen) {
+    for (unsigned seen = 0;; ++seen) {
       round_.wait(seen);
       if (job_ == nullptr) return;
       (*job_)({index, count_, barrier_});
@@ -133,16 +145,31 @@ class Team {
   std::vector<std::thread> threads_;
 };
 
-// Runs job(member) on `count` threads, the caller's among them; returns when all are done.
+// The calling thread's own team.
+struct OwnTeam {
+  std::unique_ptr<Team> team;
+  int count = 0;
+};
+inline thread_local OwnTeam own_team;
+
+#if defined(__unix__) || defined(__APPLE__)
+// A forked child has none of the team's threads: it makes a new one when it needs one.
+inline const int forgets_after_fork = pthread_atfork(nullptr, nullptr, [] {
+  (void)own_team.team.release();
+  own_team.count = 0;
+});
+#endif
+
+// Runs job(member) on `count` threads, the caller's among them; returns when all are done. Throws
+// std::system_error where the machine gives no more threads. `job` must not throw.
 inline void run_together(int count, const Job& job) {
-  static thread_local std::unique_ptr<Team> team;
-  static thread_local int team_count = 0;
-  if (team_count != count) {
-    team.reset();
-    team = std::make_unique<Team>(count);
-    team_count = count;
+  if (own_team.count != count) {
+    own_team.count = 0;
+    own_team.team.reset();
+    own_team.team = std::make_unique<Team>(count);
+    own_team.count = count;
   }
-  team->run(job);
+  own_team.team->run(job);
 }
 
 }  // namespace twostroke

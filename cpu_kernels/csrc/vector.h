@@ -37,7 +37,6 @@ inline Vector load_as(const void* from) {
 inline f32x16 load(const float* from) { return load_as<f32x16>(from); }
 inline i32x16 load_bits(const void* from) { return load_as<i32x16>(from); }
 inline void store(float* to, f32x16 x) { std::memcpy(to, &x, sizeof x); }
-inline void store_bits(void* to, i32x16 x) { std::memcpy(to, &x, sizeof x); }
 
 inline f32x16 set1(float x) { return x - f32x16{}; }
 inline i32x16 set1(int32_t x) { return x + i32x16{}; }

@@ -13,7 +13,7 @@ from core.kv import KVLayout
 from core.model_config import ModelConfig
 from engine.batch import ForwardInputs
 from engine.kernels.native_attention import plan_native
-from engine.kernels.paged_attention import Window, plan_torch
+from engine.kernels.torch_attention import Window, plan_torch
 
 
 class AttentionPlan(Protocol):
@@ -46,9 +46,11 @@ def plan_attention(
     library: ctypes.CDLL | None,
     *,
     dtype: torch.dtype,
+    num_threads: int | None = None,
 ) -> AttentionPlan:
-    """`layout` and `num_blocks` are the cache's; `dtype` is that of queries."""
+    """`layout` and `num_blocks` are the cache's; `dtype` is that of queries. `num_threads` of the
+    kernels; None: as many as torch."""
     if layout.inner_order == "plain":
         return plan_torch(inputs, layout, num_blocks, config, dtype=dtype)
     assert library is not None, f"nothing here attends to {layout.inner_order}"
-    return plan_native(inputs, config, library)
+    return plan_native(inputs, config, library, num_threads=num_threads or torch.get_num_threads())

@@ -12,7 +12,7 @@ from core.kv import KVLayout
 from core.model_config import ModelConfig
 from cpu_kernels.attention import SequenceShares, can_attend, paged_attention
 from engine.batch import ForwardInputs
-from engine.kernels.paged_attention import Window
+from engine.kernels.torch_attention import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class NativeAttentionPlan:
     shares: SequenceShares
     scale: float
     softcap: float | None
+    num_threads: int
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, window: Window
@@ -37,11 +38,12 @@ class NativeAttentionPlan:
             scale=self.scale,
             window=window,
             softcap=self.softcap,
+            num_threads=self.num_threads,
         )
 
 
 def plan_native(
-    inputs: ForwardInputs, config: ModelConfig, library: ctypes.CDLL
+    inputs: ForwardInputs, config: ModelConfig, library: ctypes.CDLL, *, num_threads: int
 ) -> NativeAttentionPlan:
     query_lens = np.array(inputs.query_lens, np.int32)
     return NativeAttentionPlan(
@@ -53,6 +55,7 @@ def plan_native(
         ),
         scale=config.softmax_scale,
         softcap=config.attn_logit_softcap,
+        num_threads=num_threads,
     )
 
 

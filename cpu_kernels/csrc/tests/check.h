@@ -24,6 +24,19 @@ namespace twostroke {
     }                                                          \
   } while (false)
 
+// NaN equals NaN.
+inline void expect_near(const char* what, double input, double found, double wanted,
+                        double relative) {
+  const bool same = std::isnan(wanted) ? std::isnan(found)
+                                       : found == wanted ||
+                                             std::abs(found - wanted) <= relative * std::abs(wanted);
+  CHECK(same, "%s(%.9g) is %.9g, should be %.9g", what, input, found, wanted);
+}
+
+inline void expect_equal(const char* what, double input, double found, double wanted) {
+  expect_near(what, input, found, wanted, 0);
+}
+
 class Random {
  public:
   explicit Random(unsigned seed) : engine_(seed) {}

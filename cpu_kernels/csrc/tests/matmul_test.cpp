@@ -28,7 +28,9 @@ template <class Number>
 std::vector<Number> product(const Matrix& matrix, const std::vector<Number>& x, int num_rows,
                             const float* bias, int num_threads) {
   std::vector<Number> out((size_t)num_rows * matrix.weight.n);
-  ts_matmul(&matrix.weight, x.data(), num_rows, sizeof(Number) == 2, bias, out.data(), num_threads);
+  const int failed = ts_matmul(&matrix.weight, x.data(), num_rows, sizeof(Number) == 2, bias,
+                               out.data(), num_threads);
+  CHECK(failed == 0, "no product");
   return out;
 }
 

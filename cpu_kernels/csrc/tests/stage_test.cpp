@@ -50,7 +50,9 @@ class TinyModel {
                       sizes.head_dim, sizes.rotary_dim, NUM_LAYERS, sizes.vocab, 1e-5f, 0.25f, 0,
                       1.1f, frequencies_.data(), layers_, matrix(sizes.vocab, sizes.hidden),
                       matrix(sizes.vocab, sizes.hidden), final_norm_.data()};
-    stage_.reset(ts_stage_new(&model));
+    Stage* stage = nullptr;
+    CHECK(ts_stage_new(&model, &stage) == 0, "no stage");
+    stage_.reset(stage);
   }
 
   Stage* stage() const { return stage_.get(); }
@@ -114,7 +116,7 @@ Outputs run(const TinyModel& model, Memory<Element>& memory, const std::vector<S
                           (int)rows.size(), rows.data()};
   const StepOutputs outputs{out.hidden.data(), out.logits.data(), out.likeliest.data(),
                             out.finite.data()};
-  ts_stage_run(model.stage(), &cache, &inputs, &outputs, num_threads);
+  CHECK(ts_stage_run(model.stage(), &cache, &inputs, &outputs, num_threads) == 0, "no step");
   return out;
 }
 
