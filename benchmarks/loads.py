@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from benchmarks.load import Ask, Outcome, closed_loop, text_workload
-from benchmarks.servers import MODEL, ROOT, RunningServer
+from benchmarks.servers import MODEL, ROOT, RunningServer, cpu_seconds
 from router.tokenizer import load_tokenizer
 
 
@@ -93,11 +93,11 @@ def asks(load: Load, token_ids: Sequence[int], seed: int) -> list[Ask]:
 
 def measure(server: RunningServer, load: Load, wanted: list[Ask], *, cut_after_s: float) -> Run:
     client = psutil.Process()
-    before = _busy_seconds(), server.cpu_seconds(), _own_seconds(client)
+    before = _busy_seconds(), server.cpu_seconds(), cpu_seconds(client)
     outcomes, seconds = asyncio.run(
         closed_loop(server.url, MODEL, wanted, load.num_streams, cut_after_s)
     )
-    after = _busy_seconds(), server.cpu_seconds(), _own_seconds(client)
+    after = _busy_seconds(), server.cpu_seconds(), cpu_seconds(client)
     machine, served, asked = (
         max(0.0, (b - a) / seconds) for a, b in zip(before, after, strict=True)
     )
@@ -149,8 +149,3 @@ def _busy_seconds() -> float:
     """Of all cores since boot."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq)
-
-
-def _own_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)

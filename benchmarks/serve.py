@@ -48,6 +48,7 @@ from benchmarks.targets import (
     MAX_STARTUP_S,
     TARGETS,
     WITHOUT_CACHE,
+    Verdict,
     judge,
     load_table,
     ratio_table,
@@ -290,10 +291,12 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def markdown(bench: Bench, servers: Sequence[Server], loads: Sequence[Load]) -> str:
+def markdown(
+    bench: Bench, servers: Sequence[Server], loads: Sequence[Load], verdicts: Sequence[Verdict]
+) -> str:
     lines: list[str] = []
     if not bench.arguments.cluster:
-        lines += [*ratio_table([judge(target, bench.runs) for target in TARGETS]), ""]
+        lines += [*ratio_table(verdicts), ""]
     lines += [*load_table(bench.runs, [load.name for load in loads]), ""]
     lines += ["| server | first token after, s | resident MiB | how |", "| --- | --- | --- | --- |"]
     lines += [startup_row(bench, server) for server in servers]
@@ -314,11 +317,16 @@ def startup_row(bench: Bench, server: Server) -> str:
     return f"| {server.name} | {shown} | {memory:.0f} | {server.note} |"
 
 
-def write(bench: Bench, servers: Sequence[Server], about: dict[str, object], text: str) -> None:
+def write(
+    bench: Bench,
+    servers: Sequence[Server],
+    about: dict[str, object],
+    verdicts: Sequence[Verdict],
+    text: str,
+) -> None:
     arguments = bench.arguments
     if arguments.out is None:
         return
-    verdicts = [] if arguments.cluster else [judge(target, bench.runs) for target in TARGETS]
     result = {
         **about,
         "rounds": arguments.rounds,
@@ -414,8 +422,9 @@ def main() -> None:
             say(f"round {number + 1} of {arguments.rounds}, {time.monotonic() - began:.0f} s")
             bench.round(loads)
     about["minutes"] = round((time.monotonic() - began) / 60, 1)
-    text = markdown(bench, servers, loads)
-    write(bench, servers, about, text)
+    verdicts = [] if arguments.cluster else [judge(target, bench.runs) for target in TARGETS]
+    text = markdown(bench, servers, loads, verdicts)
+    write(bench, servers, about, verdicts, text)
     print(text)
 
 

@@ -81,7 +81,7 @@ class RunningServer:
 
     def cpu_seconds(self) -> float:
         """User and system time so far of all its processes that live."""
-        return sum(_of_living(self._processes(), _cpu_seconds))
+        return sum(_of_living(self._processes(), cpu_seconds))
 
     def memory_mib(self) -> float:
         return sum(_of_living(self._processes(), lambda process: process.memory_info().rss)) / 2**20
@@ -140,7 +140,7 @@ def _of_living(
     return found
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
 

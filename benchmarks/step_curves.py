@@ -272,35 +272,24 @@ def table_row(point: Point) -> str:
 
 def charts(points: list[Point]) -> list[Chart]:
     decode = [point for point in points if point.kind == "decode"]
-    by_batch = [point for point in decode if point.context == min(p.context for p in decode)]
-    by_context = [point for point in decode if point.batch == 1]
+    context = min(point.context for point in decode)
+    at_context = [point for point in decode if point.context == context]
+    alone = [point for point in decode if point.batch == 1]
     prefill = [point for point in points if point.kind == "prefill"]
     return [
-        Chart(
-            title=f"decode step, context {by_batch[0].context}",
-            x_label="batch",
-            y_label="ms",
-            lines=lines(
-                by_batch, lambda p: (p.batch, p.median_ms), lambda p: (p.batch, p.limit_ms)
-            ),
-        ),
-        Chart(
-            title="decode step, batch 1",
-            x_label="context",
-            y_label="ms",
-            lines=lines(
-                by_context, lambda p: (p.context, p.median_ms), lambda p: (p.context, p.limit_ms)
-            ),
-        ),
-        Chart(
-            title="prefill",
-            x_label="prompt tokens",
-            y_label="ms",
-            lines=lines(
-                prefill, lambda p: (p.context, p.median_ms), lambda p: (p.context, p.limit_ms)
-            ),
-        ),
+        chart(f"decode step, context {context}", "batch", at_context, lambda point: point.batch),
+        chart("decode step, batch 1", "context", alone, lambda point: point.context),
+        chart("prefill", "prompt tokens", prefill, lambda point: point.context),
     ]
+
+
+def chart(title: str, x_label: str, points: list[Point], x: Callable[[Point], int]) -> Chart:
+    return Chart(
+        title=title,
+        x_label=x_label,
+        y_label="ms",
+        lines=lines(points, lambda p: (x(p), p.median_ms), lambda p: (x(p), p.limit_ms)),
+    )
 
 
 def lines(

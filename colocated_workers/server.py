@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 
 from colocated_workers.worker import ColocatedWorker
 from core.config import WorkerConfig
-from core.worker import Progress, WorkerId, WorkerInfo, endpoint
+from core.worker import Progress, WorkerInfo
 from engine.executor import LocalExecutor
-from engine.model_runner import ModelRunner
 from engine.reporter import describe
 from protocol.session import SessionHub
 from protocol.worker_server import WorkerServer
@@ -26,36 +24,25 @@ class ColocatedServer:
     async def start(self) -> WorkerInfo:
         """Raises ConfigError for a bad model, shape or a taken port, and leaves nothing behind."""
         self._server = WorkerServer()
-        try:
-            return await self._start()
-        except BaseException:
-            await self._server.stop(0)
-            raise
+        async with self._server.undone_on_failure():
+            await self._start(self._config)
+        return self.info
 
-    async def _start(self) -> WorkerInfo:
-        config = self._config
+    async def _start(self, config: WorkerConfig) -> None:
         port = self._server.bind(config.host, config.port)
-        self.executor = LocalExecutor(await asyncio.to_thread(self._load))
+        self.executor = await asyncio.to_thread(
+            LocalExecutor.from_config, config.engine, self._progress
+        )
+        self.info = describe(config, self.executor, port=port)
         self.worker = ColocatedWorker(config.engine, self.executor, time.monotonic)
         self.pool = self.worker.engine.pool
-        self.info = describe(
-            config,
-            self.executor,
-            worker_id=WorkerId(name=config.name, incarnation=secrets.token_hex(8)),
-            address=endpoint(config.advertise_host or config.host, port),
-            max_model_len=self.worker.engine.max_model_len,
-        )
         await self._server.start(self.worker, self.info)
-        return self.info
 
     @property
     def hub(self) -> SessionHub:
         """For a router in this process."""
         assert self._server.hub is not None, "the worker is not started"
         return self._server.hub
-
-    def _load(self) -> ModelRunner:
-        return ModelRunner(self._config.engine, progress=self._progress)
 
     async def wait(self) -> None:
         await self._server.wait()

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cpu_kernels.matmul import check
+from cpu_kernels.library import check
 
 HEAD_DIM_STEP = 16
 """Dimensions of a head are taken in whole vectors."""

@@ -89,3 +89,9 @@ def _load(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path.resolve()))  # a name without a slash would be searched for
     except OSError as error:
         raise ConfigError(f"the CPU kernels cannot be loaded: {error}") from error
+
+
+def check(failed: int) -> None:
+    """Of what a kernel returns."""
+    if failed:
+        raise MemoryError("there is no memory, or there are no threads, for the CPU kernels")

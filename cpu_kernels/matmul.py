@@ -12,6 +12,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from cpu_kernels.library import check
+
 PANEL_ROWS = 32
 
 
@@ -35,12 +37,6 @@ class MatrixStruct(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("minimums", ctypes.c_void_p),
     )
-
-
-def check(failed: int) -> None:
-    """Of a kernel's return value."""
-    if failed:
-        raise MemoryError("there is no memory, or there are no threads, for the CPU kernels")
 
 
 def pack_words(matrix: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cpu_kernels.matmul import Matrix, MatrixStruct, check
+from cpu_kernels.library import check
+from cpu_kernels.matmul import Matrix, MatrixStruct
 
 _POINTER = ctypes.c_void_p
 

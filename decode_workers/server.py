@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 
 from core.config import WorkerConfig
-from core.worker import Progress, WorkerId, WorkerInfo, endpoint
+from core.worker import Progress, WorkerInfo
 from decode_workers.peer_client import GrpcPeerClient
 from decode_workers.worker import DecodeWorker
 from engine.block_pool import BlockPool
 from engine.executor import LocalExecutor
-from engine.model_runner import ModelRunner
 from engine.reporter import describe
 from kv_transfer.distributed import DistributedTransports
 from kv_transfer.receiver import KVReceiver
@@ -29,16 +27,16 @@ class DecodeServer:
     async def start(self) -> WorkerInfo:
         """Raises ConfigError for a bad model, shape or a taken port, and leaves nothing behind."""
         self._server = WorkerServer()
-        try:
-            return await self._start()
-        except BaseException:
-            await self._server.stop(0)
-            raise
+        async with self._server.undone_on_failure():
+            await self._start(self._config)
+        return self.info
 
-    async def _start(self) -> WorkerInfo:
-        config = self._config
+    async def _start(self, config: WorkerConfig) -> None:
         port = self._server.bind(config.host, config.port)
-        self.executor = LocalExecutor(await asyncio.to_thread(self._load))
+        self.executor = await asyncio.to_thread(
+            LocalExecutor.from_config, config.engine, self._progress
+        )
+        self.info = describe(config, self.executor, port=port)
         self.pool = BlockPool.for_cache(self.executor.num_blocks, config.engine.cache)
         self.receiver = KVReceiver(
             self.executor.kv_cache.tensor,
@@ -53,18 +51,7 @@ class DecodeServer:
         self.worker = DecodeWorker(
             config.engine, self.executor, self.pool, self.receiver, time.monotonic
         )
-        self.info = describe(
-            config,
-            self.executor,
-            worker_id=WorkerId(name=config.name, incarnation=secrets.token_hex(8)),
-            address=endpoint(config.advertise_host or config.host, port),
-            max_model_len=self.worker.max_model_len,
-        )
         await self._server.start(self.worker, self.info)
-        return self.info
-
-    def _load(self) -> ModelRunner:
-        return ModelRunner(self._config.engine, progress=self._progress)
 
     async def wait(self) -> None:
         await self._server.wait()

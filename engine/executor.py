@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from core.config import EngineConfig
 from core.kv import KVLayout
 from core.model_config import ModelConfig
+from core.worker import Progress
 from engine.batch import Batch, SequenceResult
 from engine.kv_cache import KVCache
 from engine.model_runner import ModelRunner
@@ -40,6 +42,11 @@ class Executor(Protocol):
 
 class LocalExecutor:
     """One rank, in this process."""
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> LocalExecutor:
+        """With the model loaded. Raises ConfigError."""
+        return cls(ModelRunner(config, progress=progress))
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

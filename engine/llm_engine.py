@@ -23,7 +23,6 @@ from engine.batch import Batch, SequenceResult
 from engine.beam_search import BeamGroup, BeamSearchParams
 from engine.block_pool import BlockPool
 from engine.executor import Executor, LocalExecutor, clear_spoiled, longest_sequence
-from engine.model_runner import ModelRunner
 from engine.pooling import PoolingRequest, check_can_generate, pooled_vector
 from engine.scheduler import DecodeScheduler, PrefillScheduler, Reserved
 from engine.sequence import Sequence as EngineSequence
@@ -77,7 +76,7 @@ class LLMEngine:
 
     @classmethod
     def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> LLMEngine:
-        return cls(config, LocalExecutor(ModelRunner(config, progress=progress)))
+        return cls(config, LocalExecutor.from_config(config, progress))
 
     def step(self) -> list[StepOutput]:
         """One forward pass over every decoding sequence and as many prompt chunks as fit."""

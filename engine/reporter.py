@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import replace
 
 import psutil
 
 from core.config import WorkerConfig
-from core.worker import WorkerId, WorkerInfo, WorkerReport
+from core.worker import WorkerId, WorkerInfo, WorkerReport, endpoint
 from engine.block_pool import BlockPool
-from engine.executor import Executor
+from engine.executor import Executor, longest_sequence
 
 
-def describe(
-    config: WorkerConfig,
-    executor: Executor,
-    *,
-    worker_id: WorkerId,
-    address: str,
-    max_model_len: int,
-) -> WorkerInfo:
+def describe(config: WorkerConfig, executor: Executor, *, port: int) -> WorkerInfo:
+    """A new incarnation of this worker, which listens on `port`."""
     return WorkerInfo(
-        worker_id=worker_id,
+        worker_id=WorkerId(name=config.name, incarnation=secrets.token_hex(8)),
         role=config.role,
-        address=address,
+        address=endpoint(config.advertise_host or config.host, port),
         model=config.served_model_name,
         layout=executor.layout,
         num_blocks=executor.num_blocks,
-        max_model_len=max_model_len,
+        max_model_len=longest_sequence(executor),
         max_num_seqs=config.engine.scheduler.max_num_seqs,
         vocab_size=executor.model_config.vocab_size,
         num_threads=config.engine.num_threads,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
 import grpc
@@ -87,6 +89,15 @@ class WorkerServer:
         worker_pb2_grpc.add_WorkerServicer_to_server(self.hub, self.server)
         self.step_loop.start()
         await self.server.start()
+
+    @asynccontextmanager
+    async def undone_on_failure(self) -> AsyncIterator[None]:
+        """Around all of a start: one that fails leaves nothing behind, no port either."""
+        try:
+            yield
+        except BaseException:
+            await self.stop(0)
+            raise
 
     async def wait(self) -> None:
         """Returns after `stop`; raises InternalError when the step thread died."""

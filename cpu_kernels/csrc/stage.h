@@ -54,11 +54,11 @@ struct StepInputs {
 };
 
 struct StepOutputs {
-  float* hidden;    // [num_tokens, hidden_size], not normed
-  float* logits;    // [num_logits, vocab_size]
+  float* hidden;       // [num_tokens, hidden_size], not normed
+  float* logits;       // [num_logits, vocab_size]
   int64_t* likeliest;  // [num_logits]: the lowest id of the largest logit; -1 where that is not
                        // finite, or one of them is NaN
-  uint8_t* finite;  // [num_sequences]: whether the last row of hidden is
+  uint8_t* finite;     // [num_sequences]: whether the last row of hidden is
 };
 
 // Root mean square norm (arXiv:1910.07467). `size` need not be a multiple of 16.
@@ -285,11 +285,11 @@ class Stage {
     }
 
     struct Best {
-      float logit;  // NaN: there is one among them, or the largest is not finite
+      float logit;  // NaN: one of them is NaN or +inf
       int index;
     };
 
-    // Of logits [begin, end), of which no panel's are but partly in it, except the last one's.
+    // The first of the largest of logits [begin, end): what one member has computed.
     static Best best_of(const float* logits, int begin, int end) {
       f32x16 peaks = set1(NONE), zeros = {};
       int i = begin;
