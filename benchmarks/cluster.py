@@ -32,12 +32,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.load import Outcome, closed_loop, workload
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+from benchmarks.load import Outcome, closed_loop, percentile, workload
 
 
 def milliseconds(values: list[float]) -> dict[str, float]:

@@ -189,3 +189,14 @@ async def closed_loop(
     except TimeoutError:
         pass  # the number of outcomes tells
     return outcomes, time.perf_counter() - started
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between the two nearest; 0 where there are none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

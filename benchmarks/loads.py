@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from benchmarks.load import Ask, Outcome, closed_loop, text_workload
+from benchmarks.load import Ask, Outcome, closed_loop, percentile, text_workload
 from benchmarks.servers import MODEL, ROOT, RunningServer, cpu_seconds
 from router.tokenizer import load_tokenizer
 
@@ -132,17 +132,6 @@ def summary(wanted: list[Ask], outcomes: list[Outcome], seconds: float, **cores:
         error=errors[0] if errors else None,
         **{name: round(value, 2) for name, value in cores.items()},
     )
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest; 0 where there are none."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def _busy_seconds() -> float:

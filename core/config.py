@@ -39,12 +39,18 @@ class CacheConfig:
 class SchedulerConfig:
     max_num_batched_tokens: int = 512
     """Prefill chunk budget of one step, over all sequences."""
+    prefill_step_tokens: int | None = None
+    """The budget while several prompts wait, before what running answers add to it: a prompt alone
+    is best read in large steps, several one after another. None: max_num_batched_tokens."""
     max_num_seqs: int = 64
     """Running sequences at most."""
 
     def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < 1 or self.max_num_seqs < 1:
-            raise ConfigError("max_num_batched_tokens and max_num_seqs must be positive")
+        sizes = (self.max_num_batched_tokens, self.prefill_step_tokens, self.max_num_seqs)
+        if any(size is not None and size < 1 for size in sizes):
+            raise ConfigError(
+                "max_num_batched_tokens, prefill_step_tokens and max_num_seqs must be positive"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,12 @@ def build_ahead(
     """Fill the cache for `level`, for "all" that this machine's compiler can build, or (None) for
     the best of this CPU. Raises ConfigError."""
     wanted = levels_to_build() if level == "all" else (CpuLevel(level or levels_here()[0]),)
-    folder = cache_folder(cache)
+    try:
+        folder = cache_folder(cache)
+    except RuntimeError as error:  # this user has no home
+        raise ConfigError(
+            f"{error}: say in XDG_CACHE_HOME where to keep the CPU kernels"
+        ) from error
     try:
         for each in wanted:
             built_library(KernelBuild(sources=sources, level=each), folder, note)

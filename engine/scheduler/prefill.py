@@ -5,6 +5,11 @@ what it still needs may take up to half of the budget: a short prompt waits a st
 long one, and the long one at most twice its own time. A sequence gets blocks for its whole prompt
 when it is admitted, so two half-read prompts can never wait for each other; while the first in
 order does not fit, nobody else is admitted.
+
+Prompts read in one step all get their first token at its end. Read one after another, the last gets
+it hardly later and the others long before: while several wait, a step is only as large as it must
+be to read at full speed, and larger the more answers run, since each step makes them all pay and
+the prompts wait for it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,10 @@ from core.config import SchedulerConfig
 from engine.batch import ScheduledSequence, SequenceResult
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
+
+TOKENS_PER_ANSWER = 16
+"""What a running answer adds to the budget of a step while several prompts wait. An answer's token
+costs about as much as two of a prompt: so seven eighths of such a step are for prompts."""
 
 
 class Reserved(NamedTuple):
@@ -69,8 +78,7 @@ class PrefillScheduler:
         """Shares of one step."""
         if self.idle:
             return []
-        # One token at least: prompts go on however many answers there are.
-        budget = max(self._config.max_num_batched_tokens - reserved.num_tokens, 1)
+        budget = self._budget(reserved)
         heads = [queue[0] for queue in (self.running, self.waiting) if queue]
         first = min(heads, key=attrgetter("order"))
         if self._is_running(first, now, reserved):
@@ -80,6 +88,14 @@ class PrefillScheduler:
         else:
             return []
         return self._share_out(first, others, budget, now, reserved)
+
+    def _budget(self, reserved: Reserved) -> int:
+        # One token at least: prompts go on however many answers there are.
+        budget = max(self._config.max_num_batched_tokens - reserved.num_tokens, 1)
+        enough = self._config.prefill_step_tokens
+        if enough is None or len(self.waiting) + len(self.running) == 1:
+            return budget
+        return min(budget, enough + TOKENS_PER_ANSWER * reserved.num_tokens)
 
     def _shortest_but(self, first: Sequence) -> list[Sequence]:
         """As many others as could get a token, the shortest first."""

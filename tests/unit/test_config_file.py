@@ -12,6 +12,7 @@ from deploy.config_file import (
     SETTINGS,
     Settings,
     cluster_config,
+    engine_config,
     load_settings,
     parse_bytes,
     parse_endpoints,
@@ -58,6 +59,16 @@ def test_every_setting_reads_its_own_default_back():
         default = getattr(Settings(), field.name)
         if default not in (None, 0):
             assert SETTINGS[field.name].parse(str(default)) == default, field.name
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [({}, 64), ({"prefill_step_tokens": "32"}, 32), ({"device": "cuda"}, None)],
+)
+def test_prompts_that_wait_share_a_step_that_suits_the_device(said, expected):
+    model = ResolvedModel(path="m", served_name="m")
+    config = engine_config(load(said), model)
+    assert config.scheduler.prefill_step_tokens == expected
 
 
 def test_yaml_values_mean_what_they_look_like(write):

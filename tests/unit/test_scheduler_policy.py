@@ -4,19 +4,27 @@ from collections import defaultdict
 
 import pytest
 
+from core.config import SchedulerConfig
 from core.prefix import hash_root
 from engine.batch import Pooling, SequenceResult
 from engine.block_pool import BlockPool
-from engine.scheduler import PrefillScheduler
+from engine.scheduler import PrefillScheduler, Reserved
 from engine.sequence import Sequence
 
 ROOT = hash_root(model="m", salt="")
 
 
 @pytest.fixture
-def scheduler(engine_config):
-    pool = BlockPool(400, 4)
-    return PrefillScheduler(engine_config(max_num_batched_tokens=16).scheduler, pool, 1000)
+def prefill_scheduler():
+    def make(**config):
+        return PrefillScheduler(SchedulerConfig(**config), BlockPool(400, 4), 1000)
+
+    return make
+
+
+@pytest.fixture
+def scheduler(prefill_scheduler):
+    return prefill_scheduler(max_num_batched_tokens=16)
 
 
 def run(engine, limit=500):
@@ -66,6 +74,35 @@ def test_equal_prompts_go_one_after_another(scheduler, make_request):
         scheduler.add(Sequence(make_request([i] * 32, request_id=f"{i}"), ROOT, now=float(i)))
     shares = scheduler.schedule(0.0)
     assert [(s.request_id, len(s.token_ids)) for s in shares] == [("0", 16)]
+
+
+def shares_of(scheduler, **reserved):
+    shares = scheduler.schedule(0.0, Reserved(**reserved))
+    return [(share.request_id, len(share.token_ids)) for share in shares]
+
+
+def test_prompts_that_wait_together_are_read_one_after_another(prefill_scheduler, make_request):
+    """In one step of 512 all six would get their first token at its end."""
+    scheduler = prefill_scheduler(max_num_batched_tokens=512, prefill_step_tokens=64)
+    for i in range(6):
+        scheduler.add(Sequence(make_request([i] * 62, request_id=f"{i}"), ROOT, now=float(i)))
+    assert shares_of(scheduler) == [("0", 62), ("1", 2)]
+
+
+def test_running_answers_make_such_a_step_larger(prefill_scheduler, make_request):
+    """The step's cost that they add is shared by more prompts, up to the budget of any step."""
+    scheduler = prefill_scheduler(max_num_batched_tokens=256, prefill_step_tokens=64)
+    for i in range(6):
+        scheduler.add(Sequence(make_request([i] * 60, request_id=f"{i}"), ROOT, now=float(i)))
+    assert shares_of(scheduler, num_tokens=1) == [("0", 60), ("1", 20)]
+    assert shares_of(scheduler, num_tokens=100) == [("0", 60), ("1", 60), ("2", 36)]
+
+
+def test_a_prompt_that_waits_alone_gets_the_whole_step(prefill_scheduler, make_request):
+    scheduler = prefill_scheduler(max_num_batched_tokens=256, prefill_step_tokens=64)
+    scheduler.add(Sequence(make_request([1] * 300, request_id="0"), ROOT, now=0.0))
+    assert shares_of(scheduler) == [("0", 256)]
+    assert shares_of(scheduler, num_tokens=6) == [("0", 250)]
 
 
 def test_nobody_overtakes_a_prompt_that_waits_for_memory(make_token_engine, make_request):

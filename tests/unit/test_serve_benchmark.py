@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.load import Ask, Outcome, closed_loop, text_workload
-from benchmarks.loads import Run, percentile, summary
+from benchmarks.load import Ask, Outcome, closed_loop, percentile, text_workload
+from benchmarks.loads import Run, summary
 from benchmarks.step_curves import Limits, Point, charts, decoding, prefilling
 from benchmarks.svg_chart import Chart, Line, svg
 from benchmarks.targets import Target, judge, load_table, ratio_table
