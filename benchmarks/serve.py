@@ -60,6 +60,9 @@ FORMATS = {
     "int8": ("--dtype", "bfloat16", "--quantization", "int8"),
     "bf16": ("--dtype", "bfloat16"),
 }
+FORMATS |= {
+    f"{name}, int8 KV": (*FORMATS[name], "--kv-cache-dtype", "int8") for name in ("int4", "int8")
+}
 ALL = frozenset(load.name for load in LOADS)
 FIRST_TOKEN = Load(
     name="first token", num_streams=1, num_requests=1, prompt_tokens=16, output_tokens=1

@@ -16,7 +16,7 @@ from benchmarks.loads import Run
 Runs = Mapping[str, Mapping[str, Sequence[Run]]]
 """Server's name -> load's name -> one run per round."""
 
-QUANTIZED = ("ours int4", "ours int8")
+QUANTIZED = ("ours int4", "ours int8", "ours int4, int8 KV", "ours int8, int8 KV")
 INT8 = ("ours int8",)
 WITHOUT_CACHE = ("ours int8, no prefix cache",)
 BFLOAT16 = ("ours bf16",)

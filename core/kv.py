@@ -19,8 +19,8 @@ INNER_ORDERS = ("plain", "tiles16")
 """How a head's slice of a block can be ordered; for the second one see cpu_kernels/kv_order.py."""
 TILE_POSITIONS = 16
 TILED_BYTES = 4
-"""Of neighbouring numbers in a tile: one float32 or two bfloat16."""
-TILED_DTYPES = ("float32", "bfloat16")
+"""Of neighbouring numbers in a tile: one float32, two bfloat16 or four int8."""
+TILED_DTYPES = ("float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

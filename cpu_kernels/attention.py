@@ -18,7 +18,9 @@ from cpu_kernels.library import check
 HEAD_DIM_STEP = 16
 """Dimensions of a head are taken in whole vectors."""
 MAX_HEAD_DIM = 512
-"""csrc/attention.h's."""
+"""csrc/kv_words.h's."""
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""Of a cache's tensor: csrc/kv_words.h's KVType."""
 
 
 class ShapeStruct(ctypes.Structure):
@@ -59,7 +61,7 @@ class AttentionStruct(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
-        ("is_bfloat16_layer", ctypes.c_int),
+        ("kv_type", ctypes.c_int),
     )
 
 
@@ -92,10 +94,10 @@ def paged_attention(
     softcap: float | None,
     num_threads: int,
 ) -> Tensor:
-    """query [T, H, D], key and value [T, K, D]; kv_layer [2, num_blocks, K, block_size, D] in
-    tiles16 order, which is written to -> [T, H, D] in query's dtype. Step and layer: float32 or
-    bfloat16 each. A row's result depends on nothing but its own sequence, bit for bit: not on
-    chunking, neighbours or threads."""
+    """query [T, H, D], key and value [T, K, D], float32 or bfloat16; kv_layer [2, num_blocks, K,
+    block_size, row] in tiles16 order, of KV_TYPES, which is written to -> [T, H, D] in query's
+    dtype. A row's result depends on nothing but its own sequence, bit for bit: not on chunking,
+    neighbours or threads."""
     num_tokens, heads, head_dim = query.shape
     _, _, kv_heads, block_size, _ = kv_layer.shape
     assert query.dtype == key.dtype == value.dtype, f"{query.dtype}, {key.dtype}, {value.dtype}"
@@ -114,7 +116,7 @@ def paged_attention(
         out.data_ptr(),
         kv_layer[0].data_ptr(),
         kv_layer[1].data_ptr(),
-        kv_layer.dtype == torch.bfloat16,
+        KV_TYPES[kv_layer.dtype],
     )
     check(library.ts_attention(ctypes.byref(inputs), num_threads))
     return out

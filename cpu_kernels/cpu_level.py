@@ -14,26 +14,33 @@ CPU_INFO = Path("/proc/cpuinfo")
 class CpuLevel(StrEnum):
     """Best first."""
 
+    AMX = "amx"
     AVX512 = "avx512"
     AVX2 = "avx2"
     PLAIN = "plain"
 
 
 _X86_64_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
+_AVX512 = _X86_64_V3 | {
+    "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16",
+}  # fmt: skip
 _NEEDED: Mapping[CpuLevel, frozenset[str]] = {
-    CpuLevel.AVX512: _X86_64_V3
-    | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
+    CpuLevel.AMX: _AVX512 | {"amx_tile", "amx_int8", "amx_bf16"},
+    CpuLevel.AVX512: _AVX512,
     CpuLevel.AVX2: _X86_64_V3,
     CpuLevel.PLAIN: frozenset(),
 }
 """As Linux spells them in /proc/cpuinfo."""
 
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
 TARGET_FLAGS: Mapping[CpuLevel, tuple[str, ...]] = {
-    CpuLevel.AVX512: ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    CpuLevel.AMX: (*_AVX512_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    CpuLevel.AVX512: _AVX512_FLAGS,
     CpuLevel.AVX2: ("-march=x86-64-v3",),
     CpuLevel.PLAIN: (),
 }
-"""For g++ and clang++ alike; plain is the oldest CPU of the machine's architecture."""
+"""For g++ (amx: 11 or later) and clang++ alike; plain is the oldest CPU of the machine's
+architecture."""
 
 
 def levels_of(cpu_info: str) -> tuple[CpuLevel, ...]:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cpu_kernels.attention import KV_TYPES
 from cpu_kernels.library import check
 from cpu_kernels.matmul import Matrix, MatrixStruct
 
@@ -69,7 +70,7 @@ class CacheStruct(ctypes.Structure):
         ("data", _POINTER),
         ("num_blocks", ctypes.c_int),
         ("block_size", ctypes.c_int),
-        ("is_bfloat16", ctypes.c_int),
+        ("kv_type", ctypes.c_int),
     )
 
 
@@ -194,7 +195,7 @@ class Stage:
 
     def run(self, inputs: StageInputs, kv_cache: Tensor, *, num_threads: int) -> StageOutputs:
         """Write the step's keys and values into kv_cache, [num_layers, 2, num_blocks, num_kv_heads,
-        block_size, head_dim] float32 or bfloat16 in tiles16 order."""
+        block_size, row] of attention.KV_TYPES in tiles16 order."""
         num_tokens, num_logits = len(inputs.token_ids), len(inputs.logits_rows)
         hidden = torch.empty((num_tokens, self._model.hidden_size))
         logits = torch.empty((num_logits, self._model.vocab_size))
@@ -210,7 +211,7 @@ class Stage:
         cache, step, out = self._structs
         _, _, cache.num_blocks, _, cache.block_size, _ = kv_cache.shape
         cache.data = kv_cache.data_ptr()
-        cache.is_bfloat16 = kv_cache.dtype == torch.bfloat16
+        cache.kv_type = KV_TYPES[kv_cache.dtype]
         step.num_tokens = len(inputs.token_ids)
         step.token_ids = inputs.token_ids.ctypes.data
         step.num_sequences, step.table_width = inputs.block_tables.shape

@@ -1,8 +1,9 @@
 // Attention of a step's queries to the paged KV of their sequences.
 //
-// A KV block holds tiles of 16 positions (cpu_kernels/kv_order.py: "tiles16"): keys with positions in
-// the lanes, values with dimensions in the lanes, each in words of 4 bytes. So neither scores nor
-// outputs are ever summed across lanes, and one load serves up to MAX_QUERIES queries.
+// A KV block holds tiles of 16 positions (cpu_kernels/kv_order.py: "tiles16"): keys with positions
+// in the lanes, values with dimensions in the lanes, each in words of 4 bytes (kv_words.h). So
+// neither scores nor outputs are ever summed across lanes, and one load serves up to MAX_QUERIES
+// queries.
 //
 // A query's positions are taken in partitions of 128, each with a softmax of its own; partitions are
 // folded into the answer from left to right (Flash-Decoding, arXiv:2311.01282). Whether one thread
@@ -16,16 +17,12 @@
 #include <cmath>
 #include <vector>
 
+#include "kv_words.h"
 #include "threads.h"
-#include "vector.h"
 
 namespace twostroke {
 
-constexpr int TILE = 16;             // positions
-constexpr int PARTITION_TILES = 8;
-constexpr int PARTITION = TILE * PARTITION_TILES;
 constexpr int MAX_QUERIES = 6;
-constexpr int MAX_HEAD_DIM = 512;
 constexpr float NONE = -INFINITY;    // the largest score of no position at all
 
 struct AttentionShape {
@@ -72,48 +69,37 @@ inline void each_row(const std::vector<SequenceShare>& sequences, Range rows, Ta
   }
 }
 
-// How one element type is held in words of 4 bytes.
-template <class Element>
-struct Words {
-  static constexpr int WIDTH = 4 / sizeof(Element);
-
-  static f32x16 dot(f32x16 sum, i32x16 tile, i32x16 word) {
-    if constexpr (WIDTH == 1)
-      return fma((f32x16)tile, (f32x16)word, sum);
-    else
-      return dot_bf16(sum, tile, word);
-  }
-  static Element from(float x) {
-    if constexpr (WIDTH == 1)
-      return x;
-    else
-      return narrow(x);
-  }
-};
-
 template <class Element>
 class PagedAttention {
  public:
   PagedAttention(const AttentionShape& shape, KVLayer layer) : shape_(shape), layer_(layer) {}
 
+  // Of a position's key, or value, of one head; its scale included.
+  static size_t row_bytes(int head_dim) {
+    return head_dim * sizeof(Element) + (Held::IS_SCALED ? sizeof(float) : 0);
+  }
+
   // Writes one position's key and value, [kv_heads][head_dim] each.
   template <class Number>
   void store_kv(const SequenceShare& sequence, int position, const Number* key,
                 const Number* value) const {
-    constexpr int width = Words<Element>::WIDTH;
     const int dim = shape_.head_dim, lane = position % TILE;
     for (int head = 0; head < shape_.kv_heads; ++head, key += dim, value += dim) {
       const size_t tile = tile_offset(sequence.block_table, position / TILE, head);
-      Element* keys = (Element*)(layer_.keys + tile);
-      Element* values = (Element*)(layer_.values + tile) + (size_t)(lane / width) * dim * width;
-      for (int d = 0; d < dim; d += LANES) {
-        alignas(64) Element numbers[LANES];
-        store(numbers, load(key + d));
-        for (int i = 0; i < LANES; i += width)  // one word each
-          std::memcpy(keys + (size_t)((d + i) / width * TILE + lane) * width, numbers + i, 4);
-        store_apart<width>(values + d * width + lane % width, load(value + d));
-      }
+      store_key(layer_.keys + tile, lane, key);
+      store_value(layer_.values + tile, lane, value);
     }
+  }
+
+  // Of one head's query.
+  size_t query_bytes() const { return Held::query_bytes(shape_.head_dim); }
+
+  // A row's queries, [heads][head_dim], as they are multiplied with keys.
+  template <class Number>
+  void put_queries(const Number* x, char* out) const {
+    for (int head = 0; head < shape_.heads; ++head)
+      Held::put_query(x + (size_t)head * shape_.head_dim, shape_.scale, shape_.head_dim,
+                      out + head * query_bytes());
   }
 
   // Some queries of one kv head: (row, head of the group) pairs [first, first + count), flat.
@@ -125,10 +111,10 @@ class PagedAttention {
   };
 
   struct Step {
-    const Element* queries;  // [rows][heads][head_dim], scaled
-    float* out;              // [rows][heads * head_dim]
-    float* partials;         // [parts][MAX_QUERIES][head_dim + 2]
-    int window;              // 0: none
+    const char* queries;  // [rows][heads][query_bytes]
+    float* out;           // [rows][heads * head_dim]
+    float* partials;      // [parts][MAX_QUERIES][head_dim + 2]
+    int window;           // 0: none
   };
 
   size_t partial_size() const { return (size_t)MAX_QUERIES * (shape_.head_dim + 2); }
@@ -157,6 +143,10 @@ class PagedAttention {
   }
 
  private:
+  using Held = Words<Element>;
+  using Sum = typename Held::Sum;
+  static constexpr int PLANES = Held::PLANES;
+
   struct Answer {
     float* out;
     float peak = NONE;
@@ -189,7 +179,41 @@ class PagedAttention {
   size_t tile_offset(const int32_t* block_table, int tile, int kv_head) const {
     const int per_block = shape_.block_size / TILE;
     const size_t head = (size_t)block_table[tile / per_block] * shape_.kv_heads + kv_head;
-    return (head * per_block + tile % per_block) * TILE * shape_.head_dim * sizeof(Element);
+    return (head * per_block + tile % per_block) * TILE * row_bytes(shape_.head_dim);
+  }
+
+  // `tile`: of keys, or of values. Of IS_SCALED types only.
+  float* scales_of(char* tile) const {
+    return (float*)(tile + (size_t)TILE * shape_.head_dim * sizeof(Element));
+  }
+
+  template <class Number>
+  float put_scale(char* tile, int lane, const Number* row) const {
+    if constexpr (Held::IS_SCALED)
+      return scales_of(tile)[lane] = Held::row_scale(row, shape_.head_dim);
+    else
+      return 1;
+  }
+
+  template <class Number>
+  void store_key(char* tile, int lane, const Number* key) const {
+    constexpr int width = Held::WIDTH;
+    const float scale = put_scale(tile, lane, key);
+    for (int d = 0; d < shape_.head_dim; d += LANES) {
+      alignas(64) Element numbers[LANES];
+      store(numbers, load(key + d) / set1(scale));
+      for (int i = 0; i < LANES; i += width)  // one word each
+        std::memcpy(tile + (size_t)((d + i) / width * TILE + lane) * 4, numbers + i, 4);
+    }
+  }
+
+  template <class Number>
+  void store_value(char* tile, int lane, const Number* value) const {
+    constexpr int width = Held::WIDTH;
+    const float scale = put_scale(tile, lane, value);
+    Element* numbers = (Element*)tile + (size_t)(lane / width) * shape_.head_dim * width;
+    for (int d = 0; d < shape_.head_dim; d += LANES)
+      store_apart<width>(numbers + d * width + lane % width, load(value + d) / set1(scale));
   }
 
   float* out_of(const Task& task, const Step& step, int query) const {
@@ -222,14 +246,14 @@ class PagedAttention {
   void run(const Task& task, const Step& step, const Task* next_task) const {
     const int dim = shape_.head_dim;
     const int group = shape_.group();
-    const Element* queries[Q];
+    const char* queries[Q];
     int positions[Q];
     Answer answers[Q];
     for (int q = 0; q < Q; ++q) {
       const int flat = task.first + q;
       const size_t row = task.sequence->first_row + flat / group;
       const int head = task.kv_head * group + flat % group;
-      queries[q] = step.queries + (row * shape_.heads + head) * dim;
+      queries[q] = step.queries + (row * shape_.heads + head) * query_bytes();
       positions[q] = task.sequence->num_computed + flat / group;
       answers[q].out = out_of(task, step, q);
     }
@@ -244,24 +268,22 @@ class PagedAttention {
       else if (next_task)
         next_tiles = tiles_of(*next_task, next_task->begin, last_position(*next_task));
       alignas(64) float scores[Q][PARTITION];
-      float peaks[Q], totals[Q];
+      alignas(64) Weights weights[Q];
       score<Q>(queries, tiles, next_tiles, scores);
-      alignas(64) Element weights[Q][PARTITION];
       for (int q = 0; q < Q; ++q)
-        softmax(scores[q], tiles.count, positions[q] - first_position, step.window, weights[q],
-                peaks[q], totals[q]);
+        softmax(scores[q], tiles, positions[q] - first_position, step.window, weights[q]);
       weigh<Q>(weights, tiles, next_tiles, buffer);
       tiles = next_tiles;
       for (int q = 0; q < Q; ++q) {
         const float* part = buffer + (size_t)q * dim;
         if (task.part < 0) {
-          answers[q].fold(part, peaks[q], totals[q], dim);
+          answers[q].fold(part, weights[q].peak, weights[q].total, dim);
         } else {
           float* partial = step.partials + (task.part + partition - task.begin) * partial_size() +
                            (size_t)q * (dim + 2);
           std::memcpy(partial, part, sizeof(float) * dim);
-          partial[dim] = peaks[q];
-          partial[dim + 1] = totals[q];
+          partial[dim] = weights[q].peak;
+          partial[dim + 1] = weights[q].total;
         }
       }
     }
@@ -269,11 +291,19 @@ class PagedAttention {
       for (Answer& answer : answers) answer.finish(dim);
   }
 
+  // A query's weights in one partition.
+  struct Weights {
+    char planes[PLANES][PARTITION * sizeof(Element)];
+    float size;  // what 1 is worth, of IS_SCALED types
+    float peak;  // the largest score
+    float total;
+  };
+
   // Dot products of Q queries with the keys of the tiles. Blocks lie anywhere, so no hardware
   // foresees them: the next partition is fetched while this one is read, keys with keys and values
   // with values.
   template <int Q>
-  void score(const Element* const* queries, const Tiles& tiles, const Tiles& next,
+  void score(const char* const* queries, const Tiles& tiles, const Tiles& next,
              float (*scores)[PARTITION]) const {
     constexpr int TOGETHER = Q <= 3 ? 4 : 2;  // 12 sums hide the latency of an addition
     int tile = 0;
@@ -283,36 +313,50 @@ class PagedAttention {
   }
 
   template <int Q, int TILES>
-  void score_tiles(const Element* const* queries, const Tiles& tiles, const Tiles& next, int first,
+  void score_tiles(const char* const* queries, const Tiles& tiles, const Tiles& next, int first,
                    float (*scores)[PARTITION]) const {
-    const int words = shape_.head_dim / Words<Element>::WIDTH;
-    f32x16 sums[Q][TILES] = {};
+    const int words = shape_.head_dim / Held::WIDTH;
+    Sum sums[Q][PLANES][TILES] = {};
     for (int word = 0; word < words; ++word) {
       i32x16 keys[TILES];
 #pragma GCC unroll 4
       for (int t = 0; t < TILES; ++t) {
         const size_t place = (size_t)word * 64;
-        keys[t] = load_bits(layer_.keys + tiles.offsets[first + t] + place);
+        keys[t] = Held::key(load_bits(layer_.keys + tiles.offsets[first + t] + place));
         __builtin_prefetch(layer_.keys + next.offsets[first + t] + place);
       }
 #pragma GCC unroll 8
       for (int q = 0; q < Q; ++q) {
-        const i32x16 query = broadcast_bits((const char*)queries[q] + word * 4);
+#pragma GCC unroll 2
+        for (int plane = 0; plane < PLANES; ++plane) {
+          const i32x16 query = broadcast_bits(queries[q] + (size_t)(plane * words + word) * 4);
 #pragma GCC unroll 4
-        for (int t = 0; t < TILES; ++t) sums[q][t] = Words<Element>::dot(sums[q][t], keys[t], query);
+          for (int t = 0; t < TILES; ++t)
+            sums[q][plane][t] = Held::dot_key(sums[q][plane][t], keys[t], query);
+        }
       }
     }
-    for (int q = 0; q < Q; ++q)
-      for (int t = 0; t < TILES; ++t) store(scores[q] + (first + t) * TILE, sums[q][t]);
+    for (int t = 0; t < TILES; ++t) {
+      if constexpr (Held::IS_SCALED) {
+        const f32x16 scales = load(scales_of(layer_.keys + tiles.offsets[first + t]));
+        __builtin_prefetch(scales_of(layer_.keys + next.offsets[first + t]));
+        __builtin_prefetch(scales_of(layer_.values + next.offsets[first + t]));
+        for (int q = 0; q < Q; ++q)
+          store(scores[q] + (first + t) * TILE,
+                Held::score(sums[q][0][t], sums[q][1][t], queries[q], shape_.head_dim, scales));
+      } else {
+        for (int q = 0; q < Q; ++q) store(scores[q] + (first + t) * TILE, sums[q][0][t]);
+      }
+    }
   }
 
-  // Of positions (last - window, last], counted from the partition's first one.
-  void softmax(float* scores, int num_tiles, int last, int window, Element* weights, float& peak,
-               float& total) const {
+  // Of positions (last - window, last], counted from the partition's first one. Of the others
+  // neither the score nor the scale need be a number. Spoils `scores`.
+  void softmax(float* scores, const Tiles& tiles, int last, int window, Weights& out) const {
     const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const bool masked = last < num_tiles * TILE - 1 || (window && last - window >= 0);
+    const bool masked = last < tiles.count * TILE - 1 || (window && last - window >= 0);
     f32x16 peaks = set1(NONE);
-    for (int tile = 0; tile < num_tiles; ++tile) {
+    for (int tile = 0; tile < tiles.count; ++tile) {
       f32x16 x = load(scores + tile * TILE);
       if (shape_.softcap != 0) x = cap(x);
       if (masked) {
@@ -323,15 +367,25 @@ class PagedAttention {
       store(scores + tile * TILE, x);
       peaks = max(x, peaks);
     }
-    peak = largest(peaks);
-    const f32x16 shift = set1(peak == NONE ? 0.0f : peak);
+    out.peak = largest(peaks);
+    const f32x16 shift = set1(out.peak == NONE ? 0.0f : out.peak);
     f32x16 totals = {};
-    for (int tile = 0; tile < num_tiles; ++tile) {
-      const f32x16 weight = exp(load(scores + tile * TILE) - shift);
+    Peak scaled_peak;
+    for (int tile = 0; tile < tiles.count; ++tile) {
+      const f32x16 x = load(scores + tile * TILE), weight = exp(x - shift);
       totals += weight;
-      store(weights + tile * TILE, weight);
+      if constexpr (Held::IS_SCALED) {
+        const f32x16 scales = load(scales_of(layer_.values + tiles.offsets[tile]));
+        const f32x16 scaled = x == set1(NONE) ? f32x16{} : weight * scales;
+        store(scores + tile * TILE, scaled);
+        scaled_peak.add(scaled);
+      } else {
+        store((Element*)out.planes[0] + tile * TILE, weight);
+      }
     }
-    total = sum(totals);
+    out.total = sum(totals);
+    if constexpr (Held::IS_SCALED)
+      out.size = Held::put_weights(scores, scaled_peak.value(), tiles.count, out.planes[0]);
   }
 
   // cap * tanh(x / cap); tanh(y) = 1 - 2 / (exp(2 y) + 1), whose exp must not overflow
@@ -344,20 +398,20 @@ class PagedAttention {
 
   // [Q][head_dim]: the values of the tiles, weighted.
   template <int Q>
-  void weigh(const Element (*weights)[PARTITION], const Tiles& tiles, const Tiles& next,
-             float* out) const {
+  void weigh(const Weights* weights, const Tiles& tiles, const Tiles& next, float* out) const {
+    constexpr int VECTORS = Q * PLANES <= MAX_QUERIES ? 4 : 2;  // no more sums than registers
     int d = 0;
-    for (; d + 4 * LANES <= shape_.head_dim; d += 4 * LANES)
-      weigh_dims<Q, 4>(weights, tiles, next, d, out + d);
+    for (; d + VECTORS * LANES <= shape_.head_dim; d += VECTORS * LANES)
+      weigh_dims<Q, VECTORS>(weights, tiles, next, d, out + d);
     for (; d < shape_.head_dim; d += LANES) weigh_dims<Q, 1>(weights, tiles, next, d, out + d);
   }
 
   template <int Q, int VECTORS>
-  void weigh_dims(const Element (*weights)[PARTITION], const Tiles& tiles, const Tiles& next,
-                  int first_dim, float* out) const {
-    constexpr int words = TILE / Words<Element>::WIDTH;
+  void weigh_dims(const Weights* weights, const Tiles& tiles, const Tiles& next, int first_dim,
+                  float* out) const {
+    constexpr int words = TILE / Held::WIDTH;
     const size_t stride = (size_t)shape_.head_dim * 4;
-    f32x16 sums[Q][VECTORS] = {};
+    Sum sums[Q][PLANES][VECTORS] = {};
     for (int tile = 0; tile < tiles.count; ++tile) {
       size_t offset = tiles.offsets[tile] + (size_t)first_dim * 4;
       const size_t ahead = next.offsets[tile] - tiles.offsets[tile];
@@ -371,17 +425,26 @@ class PagedAttention {
         }
 #pragma GCC unroll 8
         for (int q = 0; q < Q; ++q) {
-          const i32x16 weight =
-              broadcast_bits((const char*)weights[q] + (first_word + word) * 4);
+#pragma GCC unroll 2
+          for (int plane = 0; plane < PLANES; ++plane) {
+            const i32x16 weight =
+                broadcast_bits(weights[q].planes[plane] + (first_word + word) * 4);
 #pragma GCC unroll 4
-          for (int v = 0; v < VECTORS; ++v)
-            sums[q][v] = Words<Element>::dot(sums[q][v], dims[v], weight);
+            for (int v = 0; v < VECTORS; ++v)
+              sums[q][plane][v] = Held::dot_value(sums[q][plane][v], dims[v], weight);
+          }
         }
       }
     }
-    for (int q = 0; q < Q; ++q)
-      for (int v = 0; v < VECTORS; ++v)
-        store(out + (size_t)q * shape_.head_dim + v * LANES, sums[q][v]);
+    for (int q = 0; q < Q; ++q) {
+      for (int v = 0; v < VECTORS; ++v) {
+        float* to = out + (size_t)q * shape_.head_dim + v * LANES;
+        if constexpr (Held::IS_SCALED)
+          store(to, Held::weighed(sums[q][0][v], sums[q][1][v], weights[q].size));
+        else
+          store(to, sums[q][0][v]);
+      }
+    }
   }
 
   const AttentionShape shape_;

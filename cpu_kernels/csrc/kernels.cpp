@@ -1,4 +1,5 @@
 // The library's face: C functions for ctypes, nothing of C++ crosses it.
+#include <cerrno>
 #include <new>
 
 #include "stage.h"
@@ -8,9 +9,9 @@ using namespace twostroke;
 namespace {
 
 // `size` in steps of 16.
-template <class From, class To>
-void scale(const From* x, float factor, size_t size, To* out) {
-  for (size_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * set1(factor));
+template <class To>
+void convert(const float* x, size_t size, To* out) {
+  for (size_t i = 0; i < size; i += LANES) store(out + i, load(x + i));
 }
 
 template <class Number>
@@ -58,7 +59,7 @@ struct AttentionInputs {
   StepRows query, key, value;
   void* out;  // [num_tokens, heads, head_dim]
   KVLayer layer;
-  int is_bfloat16_layer;
+  KVType type;
 };
 
 template <class Element, class Number>
@@ -71,10 +72,11 @@ void attend(const AttentionInputs& inputs, int num_threads) {
   const AttentionPlan<Element> plan(shape, sequences, inputs.window, num_threads);
   const PagedAttention<Element> attention(shape, inputs.layer);
   const size_t row_size = (size_t)shape.heads * shape.head_dim;
+  const size_t query_stride = shape.heads * attention.query_bytes();
   typename PagedAttention<Element>::Step step{nullptr, nullptr, nullptr, inputs.window};
-  Element* queries;
+  char* queries;
   scratch.fit([&] {
-    step.queries = queries = scratch.take<Element>(inputs.num_tokens * row_size);
+    step.queries = queries = scratch.take<char>(inputs.num_tokens * query_stride);
     step.out = scratch.take<float>(inputs.num_tokens * row_size);
     step.partials = scratch.take<float>(plan.num_parts() * attention.partial_size());
   });
@@ -83,17 +85,47 @@ void attend(const AttentionInputs& inputs, int num_threads) {
     const Range rows = member.share(inputs.num_tokens);
     const auto row_of = [](const StepRows& x, int row) { return (const Number*)x.data + row * x.stride; };
     each_row(sequences, rows, [&](const SequenceShare& sequence, int row, int position) {
-      scale(row_of(inputs.query, row), shape.scale, row_size, queries + row * row_size);
+      attention.put_queries(row_of(inputs.query, row), queries + row * query_stride);
       attention.store_kv(sequence, position, row_of(inputs.key, row), row_of(inputs.value, row));
     });
     member.wait();
     plan.attend(attention, step, next_task, member);
     member.wait();
     Number* out = (Number*)inputs.out;
-    scale(step.out + rows.begin * row_size, 1.0f, (rows.end - rows.begin) * row_size,
-          out + rows.begin * row_size);
+    convert(step.out + rows.begin * row_size, (rows.end - rows.begin) * row_size,
+            out + rows.begin * row_size);
   });
 }
+
+#if TWOSTROKE_TILES
+// One product by tiles and by vectors, of whole numbers so small that adding them up is exact in any
+// order: the same bits.
+bool tiles_multiply_as_vectors(Format format) {
+  constexpr int K = 96;
+  Weight weight{format, PANEL, is_grouped(format) ? K : K - 2, nullptr, nullptr, nullptr};
+  std::vector<char> words(weight.panel_bytes());
+  std::vector<half> halves(K / GROUP * PANEL, 0x3c00);  // ones
+  for (size_t i = 0; i < words.size(); ++i) words[i] = (char)(i * 37 % 251);
+  for (size_t i = 0; format == Format::BFLOAT16 && i < words.size() / 2; ++i) {
+    const bf16 number = narrow((float)(i * 5 % 7) - 3);
+    std::memcpy(&words[2 * i], &number, sizeof number);
+  }
+  weight.words = words.data(), weight.scales = weight.minimums = halves.data();
+  Scratch scratch;
+  Rows rows;
+  scratch.fit([&] { rows = rows_for(weight, take_rows(scratch, TILE_ROWS, K)); });
+  for (int row = 0; row < TILE_ROWS; ++row) {
+    float x[K];
+    for (int i = 0; i < K; ++i) x[i] = (float)((row + 3 * i) % 11 - 5);
+    prepare_row(format, x, weight.k, rows, row);
+  }
+  alignas(64) float by_tiles[MAX_ROWS][PANEL], by_vectors[TILE_ROWS][PANEL];
+  const ProductTiles tiles(format, TILE_ROWS);
+  panel_product(weight, 0, rows, 0, TILE_ROWS, by_tiles[0]);
+  vector_product(weight, 0, rows, 0, TILE_ROWS, by_vectors[0]);
+  return std::memcmp(by_tiles, by_vectors, sizeof by_vectors) == 0;
+}
+#endif
 
 // No exception crosses into C: 1 instead, where memory or threads cannot be had.
 template <class Work>
@@ -108,8 +140,22 @@ int guarded(Work work) {
 
 }  // namespace
 
-// Each returns 0, or 1 where the machine had no memory or threads for it.
 extern "C" {
+
+// Asks the system for what the kernels of this level need beyond the instructions, once and before
+// any other call. 0, the system's error number, or -1 where tiles do not multiply as vectors do.
+int ts_prepare() {
+#if TWOSTROKE_TILES
+  if (const int refused = request_tiles()) return refused;
+  bool right = true;
+  for (Format format : {Format::BFLOAT16, Format::INT8, Format::INT4})
+    if (guarded([&] { right = right && tiles_multiply_as_vectors(format); })) return ENOMEM;
+  if (!right) return -1;
+#endif
+  return 0;
+}
+
+// Each of these returns 0, or 1 where the machine had no memory or threads for it.
 
 // x [num_rows, k] and out [num_rows, n], both bfloat16 or both float32; bias [n] or null.
 int ts_matmul(const Weight* weight, const void* x, int num_rows, int is_bfloat16,
@@ -125,12 +171,10 @@ int ts_matmul(const Weight* weight, const void* x, int num_rows, int is_bfloat16
 // Writes the step's keys and values into one layer of the cache, and attends to all of it.
 int ts_attention(const AttentionInputs* inputs, int num_threads) {
   return guarded([&] {
-    if (inputs->is_bfloat16_layer)
-      inputs->is_bfloat16 ? attend<bf16, bf16>(*inputs, num_threads)
-                          : attend<bf16, float>(*inputs, num_threads);
-    else
-      inputs->is_bfloat16 ? attend<float, bf16>(*inputs, num_threads)
-                          : attend<float, float>(*inputs, num_threads);
+    with_element(inputs->type, [&](auto element) {
+      inputs->is_bfloat16 ? attend<decltype(element), bf16>(*inputs, num_threads)
+                          : attend<decltype(element), float>(*inputs, num_threads);
+    });
   });
 }
 

@@ -53,8 +53,10 @@ inline Rows take_rows(Scratch& scratch, int num_rows, int max_inputs) {
   Rows rows;
   rows.stride = 0;
   rows.groups = 0;
-  rows.data = scratch.take<char>((size_t)num_rows * max_inputs * sizeof(float));
-  const size_t groups = (size_t)num_rows * ((max_inputs + GROUP - 1) / GROUP);
+  const size_t whole_rows = round_up(num_rows, ROW_STEP);
+  const size_t whole_inputs = round_up(max_inputs, GROUP);
+  rows.data = scratch.take<char>(whole_rows * whole_inputs * sizeof(float));
+  const size_t groups = whole_rows * whole_inputs / GROUP;
   rows.scales = scratch.take<float>(groups);
   rows.offsets = scratch.take<int32_t>(groups);
   rows.sums = scratch.take<float>(groups);

@@ -36,9 +36,9 @@ struct Model {
 };
 
 struct Cache {
-  char* data;  // [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], tiles16
+  char* data;  // [num_layers, 2, num_blocks, num_kv_heads, block_size, row], tiles16
   int num_blocks, block_size;
-  int is_bfloat16;  // else float32
+  KVType type;
 };
 
 struct StepInputs {
@@ -132,10 +132,9 @@ class Stage {
 
   void run(const Cache& cache, const StepInputs& inputs, const StepOutputs& outputs,
            int num_threads) {
-    if (cache.is_bfloat16)
-      Run<bf16>(*this, cache, inputs, outputs, num_threads).run();
-    else
-      Run<float>(*this, cache, inputs, outputs, num_threads).run();
+    with_element(cache.type, [&](auto element) {
+      Run<decltype(element)>(*this, cache, inputs, outputs, num_threads).run();
+    });
   }
 
  private:
@@ -188,7 +187,7 @@ class Stage {
       qkv_size_ = query_size + 2 * model_.num_kv_heads * model_.head_dim;
       prepared_ = take_rows(scratch, rows, widest);
       qkv_ = scratch.take<float>(rows * qkv_size_);
-      queries_ = scratch.take<Element>(rows * query_size);
+      queries_ = scratch.take<char>(rows * query_stride());
       attended_ = scratch.take<float>(rows * query_size);
       gated_ = scratch.take<float>(rows * model_.intermediate_size);
       cos_ = scratch.take<float>(rows * model_.rotary_dim / 2);
@@ -368,10 +367,10 @@ class Stage {
       const float* bias = layer.gate_up_bias;
       const Range pairs = member.share(num_pairs);
       alignas(64) float gates[MAX_ROWS][PANEL], ups[MAX_ROWS][PANEL];
-      each_panel_block(inputs_.num_tokens, pairs.begin, pairs.end, [&](int pair, int first, int last) {
-        const PanelKernel kernel = panel_kernel(layer.gate_up.format, last - first);
-        kernel(layer.gate_up, pair, rows, first, gates[0]);
-        kernel(layer.gate_up, pair + num_pairs, rows, first, ups[0]);
+      const Format format = layer.gate_up.format;
+      each_panel_block(format, inputs_.num_tokens, pairs.begin, pairs.end, [&](int pair, int first, int last) {
+        panel_product(layer.gate_up, pair, rows, first, last, gates[0]);
+        panel_product(layer.gate_up, pair + num_pairs, rows, first, last, ups[0]);
         for (int row = first; row < last; ++row) {
           for (int i = 0; i < PANEL; i += LANES) {
             f32x16 gate = load(gates[row - first] + i), up = load(ups[row - first] + i);
@@ -405,9 +404,7 @@ class Stage {
         if (layer.rotates)
           rotate(head, cos_ + (size_t)row * half_dim, sin_ + (size_t)row * half_dim, half_dim);
       }
-      Element* out = queries_ + (size_t)row * model_.num_heads * dim;
-      for (int i = 0; i < model_.num_heads * dim; i += LANES)
-        store(out + i, load(query + i) * set1(model_.attention_scale));
+      paged.put_queries(query, queries_ + row * query_stride());
       paged.store_kv(sequence, position, key, value);
     }
 
@@ -419,11 +416,14 @@ class Stage {
 
     KVLayer kv_layer(int index) const {
       const size_t side = (size_t)cache_.num_blocks * model_.num_kv_heads * cache_.block_size *
-                          model_.head_dim * sizeof(Element);
+                          PagedAttention<Element>::row_bytes(model_.head_dim);
       char* keys = cache_.data + 2 * side * index;
       return {keys, keys + side};
     }
 
+    size_t query_stride() const {
+      return model_.num_heads * Words<Element>::query_bytes(model_.head_dim);
+    }
     float* hidden(int row) const { return outputs_.hidden + (size_t)row * model_.hidden_size; }
     size_t norm_stride() const {
       return std::max({model_.hidden_size, model_.intermediate_size,
@@ -444,7 +444,7 @@ class Stage {
     Rows prepared_;
     float *qkv_, *attended_, *gated_, *cos_, *sin_, *partials_;
     float* norms_;
-    Element* queries_;
+    char* queries_;
     Best* bests_;
   };
 

@@ -40,7 +40,7 @@ HOST = "127.0.0.1"
 NUM_BLOCKS = 24
 ODD = {"num_layers": 3, "num_kv_heads": 3, "block_size": 5, "head_dim": 7}
 
-TILEABLE = {"num_layers": 3, "num_kv_heads": 3, "block_size": 32, "head_dim": 6}
+TILEABLE = {"num_layers": 3, "num_kv_heads": 3, "block_size": 32, "head_dim": 8}
 
 
 def make_layout(dtype="float32", inner_order=None):
@@ -367,7 +367,7 @@ def test_every_byte_arrives(children, make_reader, dtype, num_message_blocks):
     eventually(lambda: owner("num_leases") == 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("here", ["plain", "tiles16"])
 @pytest.mark.parametrize("there", ["plain", "tiles16"])
 def test_every_number_arrives_where_the_readers_inner_order_has_it(

@@ -1,9 +1,11 @@
-"""Tiny random models of every family, a driver that runs batches made by hand, and engines."""
+"""Tiny random models of every family, a driver that runs batches made by hand, engines, and kernel
+libraries."""
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -36,6 +38,9 @@ from transformers import (
 
 from core.config import CacheConfig, EngineConfig
 from core.sampling_params import SamplingParams
+from cpu_kernels.build import SOURCES
+from cpu_kernels.cpu_level import levels_here
+from cpu_kernels.library import load_library
 from engine.batch import Batch, SampleSpec, ScheduledSequence
 from engine.llm_engine import LLMEngine
 from engine.model_runner import ModelRunner
@@ -390,10 +395,22 @@ def drive():
     return run
 
 
+@pytest.fixture(scope="session", params=[*levels_here(), "emulated amx"])
+def kernel_library(request, tmp_path_factory):
+    """The CPU kernels at every level that this CPU can run, and with AMX's tiles emulated."""
+    if request.param in levels_here():
+        return load_library(request.param, note=print)
+    sources = tmp_path_factory.mktemp("emulated") / "csrc"
+    shutil.copytree(SOURCES, sources)
+    tiles = sources / "tiles.h"
+    tiles.write_text(f"#define TWOSTROKE_EMULATE_AMX\n{tiles.read_text()}")
+    return load_library(sources=sources, note=print)
+
+
 @pytest.fixture(scope="session")
 def make_runner():
-    def make(model_path, *, num_blocks=128, block_size=4, group=None, **config):
-        cache = CacheConfig(block_size=block_size, num_blocks=num_blocks)
+    def make(model_path, *, num_blocks=128, block_size=4, kv_dtype="auto", group=None, **config):
+        cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, dtype=kv_dtype)
         return ModelRunner(EngineConfig(model_path=model_path, cache=cache, **config), group=group)
 
     return make

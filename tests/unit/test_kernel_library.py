@@ -15,7 +15,7 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from cpu_kernels.build import KernelBuild, build_ahead, built_library, cache_folder, is_intact
 from cpu_kernels.cpu_level import CpuLevel, levels_here, levels_of, levels_to_build
-from cpu_kernels.library import choose_library, load_library
+from cpu_kernels.library import _warn_first, choose_library, load_library
 from deploy.cli import main
 from deploy.config_file import engine_config, kernel_cache, load_settings
 from deploy.model_source import ResolvedModel
@@ -24,8 +24,10 @@ HEADER = "inline int answer() { return 42; }\n"
 KERNELS = """\
 #include "answer.h"
 extern "C" int ts_answer() { return answer(); }
+extern "C" int ts_prepare() { return 0; }
 """
 V4 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave avx512f avx512bw avx512cd avx512dq avx512vl"
+SAPPHIRE_RAPIDS = f"{V4} avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8"
 
 BUILDER = """\
 import sys
@@ -118,6 +120,8 @@ def wait_for(path):
 @pytest.mark.parametrize(
     ("flags", "best"),
     [
+        (SAPPHIRE_RAPIDS, CpuLevel.AMX),
+        (SAPPHIRE_RAPIDS.replace("amx_tile", ""), CpuLevel.AVX512),
         (f"{V4} avx512_vnni avx512_bf16", CpuLevel.AVX512),
         (f"{V4} avx512_vnni", CpuLevel.AVX2),  # Cascade Lake: no bfloat16
         (V4.replace("bmi2 ", ""), CpuLevel.PLAIN),
@@ -129,7 +133,7 @@ def test_best_level_of_a_cpu(flags, best):
 
 
 def test_what_a_cpu_can_run_includes_all_lower_levels():
-    assert levels_of(f"flags : {V4} avx512_vnni avx512_bf16") == tuple(CpuLevel)
+    assert levels_of(f"flags : {SAPPHIRE_RAPIDS}") == tuple(CpuLevel)
 
 
 @pytest.mark.parametrize("cpu_info", ["", "processor : 0\nFeatures : fp asimd bf16 i8mm\n"])
@@ -279,6 +283,96 @@ def test_a_level_beyond_this_cpu_is_refused(monkeypatch, tmp_path, sources):
     monkeypatch.setattr("cpu_kernels.cpu_level.CPU_INFO", tmp_path / "absent")
     with pytest.raises(ConfigError, match="cannot run kernels of level avx2, only plain"):
         load_library(CpuLevel.AVX2, sources=sources, note=print)
+
+
+# -- a level that cannot be had
+
+
+@pytest.fixture
+def sapphire_rapids(tmp_path, monkeypatch):
+    """This CPU says that it has AMX."""
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"flags\t\t: fpu {SAPPHIRE_RAPIDS}\n")
+    monkeypatch.setattr("cpu_kernels.cpu_level.CPU_INFO", path)
+
+
+@pytest.fixture
+def log(caplog):
+    """What is warned of in this test: what others have warned of before is forgotten."""
+    _warn_first.cache_clear()
+    yield caplog
+    _warn_first.cache_clear()
+
+
+@pytest.fixture
+def prepares_with(sources):
+    """Kernels whose ts_prepare returns this."""
+
+    def prepares_with(code):
+        text = KERNELS.replace("ts_prepare() { return 0;", f"ts_prepare() {{ return {code};")
+        (sources / "kernels.cpp").write_text(text)
+
+    return prepares_with
+
+
+needs_no_amx = pytest.mark.skipif(
+    levels_here()[0] is not CpuLevel.AVX512, reason="needs a CPU with AVX-512 and without AMX"
+)
+
+
+@needs_no_amx
+def test_linux_refuses_tiles_where_there_are_none(sapphire_rapids, notes, log):
+    """The real kernels ask the real system."""
+    for _ in range(2):
+        library = load_library(note=notes.append)
+        assert library.ts_prepare() == 0  # which those of level amx would not say
+    assert log.messages == [
+        "the best CPU kernels cannot be used: kernels of level amx: refused: Operation not "
+        "supported. Those of level avx512 are used instead."
+    ]
+    with pytest.raises(ConfigError, match="level amx: refused: Operation not supported"):
+        load_library(CpuLevel.AMX, note=notes.append)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(1, "refused: Operation not permitted"), (-1, "their tiles multiply wrongly")],
+)
+@needs_no_amx
+def test_a_level_that_does_not_work_gives_way_to_the_next(
+    code, reason, prepares_with, sapphire_rapids, sources, cache, notes, log
+):
+    prepares_with(code)
+    assert load_library(cache=str(cache), sources=sources, note=notes.append).ts_answer() == 42
+    assert len(log.messages) == 1
+    assert f"{reason}. Those of level avx512" in log.messages[0]
+
+
+@needs_no_amx
+def test_a_level_that_works_is_used(prepares_with, sapphire_rapids, sources, cache, notes):
+    prepares_with(0)
+    assert load_library(cache=str(cache), sources=sources, note=notes.append).ts_answer() == 42
+    assert notes[0].startswith("building CPU kernels (amx)")
+    assert len(libraries(cache)) == 1
+
+
+def test_what_was_built_for_less_is_used_where_nothing_can_be_built(
+    load, sources, cache, notes, monkeypatch, log
+):
+    load()
+    if levels_here() == (CpuLevel.PLAIN,):
+        pytest.skip("this CPU has no better level")
+    monkeypatch.setenv("PATH", "")
+    assert load_library(cache=str(cache), sources=sources, note=notes.append).ts_answer() == 42
+    assert len(log.messages) == 1
+    assert "no C++ compiler found" in log.messages[0]
+    assert "level plain" in log.messages[0]
+
+
+def test_where_no_level_can_be_had_the_best_ones_reason_is_told(sources, cache, notes):
+    (sources / "kernels.cpp").write_text("#error no kernels\n")
+    with pytest.raises(ConfigError, match="no kernels"):
+        load_library(cache=str(cache), sources=sources, note=notes.append)
 
 
 def test_native_without_a_compiler_is_an_error(monkeypatch, cache):

@@ -1,6 +1,8 @@
 """What a KV cache of each dtype keeps of a row, and that no schedule can be told from the outputs:
 chunks, cache hits, copies and hand-overs all read the same rounded numbers."""
 
+import shutil
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,13 +20,14 @@ from engine.kernels.kv_dtype import KV_DTYPES
 from engine.kv_cache import KVCache
 from engine.llm_engine import LLMEngine
 from engine.model_runner import ModelRunner
-from kv_transfer.pack import StagingBuffer, digest, gather_blocks, scatter_blocks
+from kv_transfer.pack import StagingBuffer, digest, gather_blocks, reorder, scatter_blocks
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 200
 INT8, FP8 = KV_DTYPES["int8"], KV_DTYPES["fp8"]
 ROUNDED = [name for name in KV_DTYPE_BYTES if name != "float32"]
 SCALED = [name for name, kv_dtype in KV_DTYPES.items() if kv_dtype.is_scaled]
+GXX = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 rows_of_numbers = arrays(
     "float32",
@@ -159,6 +162,14 @@ def folder(make_hf_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def whole_vectors(make_hf_model, tmp_path_factory):
+    """A model with heads that the CPU kernels attend to."""
+    path = tmp_path_factory.mktemp("whole_vectors")
+    make_hf_model("llama3", head_dim=16).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
 def make_runner_of(folder):
     def make(kv_dtype, **config):
         cache = CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, dtype=kv_dtype)
@@ -288,27 +299,61 @@ def test_a_hand_over_moves_numbers_and_scales(runners, make_runner_of, prompts, 
     assert_same_up_to_rounding(name, here, there[1:])
 
 
-@pytest.mark.parametrize("name", SCALED)
+@GXX
+@pytest.mark.parametrize("here", ["torch", "native"])
+def test_a_hand_over_between_torch_and_the_kernels(make_runner, whole_vectors, prompts, here):
+    """A worker with kernels and one without: each goes on with what the other has stored."""
+    prompt = prompts[6]
+    num_blocks = -(-len(prompt) // 16)
+    runners = {
+        kernels: make_runner(whole_vectors, kernels=kernels, block_size=16, kv_dtype="int8")
+        for kernels in ("torch", "native")
+    }
+    source, target = runners.pop(here), *runners.values()
+    compute(source, prompt, range(num_blocks))
+    expected = compute(source, [*prompt, 7], range(num_blocks + 1), len(prompt))
+    message = StagingBuffer(source.kv_cache.tensor).message(num_blocks)
+    gather_blocks(source.kv_cache.tensor, range(num_blocks), message)
+    orders = source.kv_cache.layout.inner_order, target.kv_cache.layout.inner_order
+    assert set(orders) == {"plain", "tiles16"}
+    reorder(message, *orders)
+    targets = range(50, 50 + num_blocks)
+    scatter_blocks(message, target.kv_cache.tensor, targets)
+    got = compute(target, [*prompt, 7], [*targets, 90], len(prompt))
+    assert_same_up_to_rounding("int8", [got], [expected])
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "block_size"),
+    [
+        *((name, "torch", BLOCK_SIZE) for name in SCALED),
+        pytest.param("int8", "native", 16, marks=GXX),
+    ],
+)
 def test_the_engines_tokens_depend_on_no_chunk_cache_hit_or_preemption(
-    folder, make_request, prompts, name
+    whole_vectors, make_request, prompts, name, kernels, block_size
 ):
-    def engine(chunk, **cache):
+    def engine(chunk, *, num_tokens, **cache):
+        num_blocks = num_tokens // block_size
         return LLMEngine.from_config(
             EngineConfig(
-                model_path=folder,
-                cache=CacheConfig(block_size=BLOCK_SIZE, dtype=name, **cache),
+                model_path=whole_vectors,
+                kernels=kernels,
+                cache=CacheConfig(
+                    block_size=block_size, dtype=name, num_blocks=num_blocks, **cache
+                ),
                 scheduler=SchedulerConfig(max_num_batched_tokens=chunk),
             )
         )
 
     stem = prompts[5][:30]
     requests = [
-        make_request([*stem, *prompt], request_id=str(i), max_tokens=12, ignore_eos=True)
+        make_request([*stem, *prompt], request_id=str(i), max_tokens=24, ignore_eos=True)
         for i, prompt in enumerate(prompts)
     ]
-    plain = engine(512, num_blocks=NUM_BLOCKS, enable_prefix_caching=False)
+    plain = engine(512, num_tokens=800, enable_prefix_caching=False)
     expected = [plain.generate([request])[0].token_ids for request in requests]
-    chunked, tight = engine(11, num_blocks=NUM_BLOCKS), engine(64, num_blocks=32)
+    chunked, tight = engine(11, num_tokens=800), engine(64, num_tokens=128)
     for run in (chunked, chunked, tight):
         assert [chunk.token_ids for chunk in run.generate(requests)] == expected
     assert tight.kv_usage.num_preemptions > 0

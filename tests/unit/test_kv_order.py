@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.kv import KVLayout
-from cpu_kernels.kv_order import key_rows, tile, untile, value_rows
+from cpu_kernels.kv_order import key_rows, scale_rows, tile, untile, value_rows
 
-WIDTHS = {torch.float32: 1, torch.bfloat16: 2}
+WIDTHS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
+SCALES = {torch.float32: 0, torch.bfloat16: 0, torch.int8: 4}
+"""Of a row's numbers, those that are its scale."""
 
 
 def random_bits(dtype, *shape):
@@ -24,12 +26,12 @@ def as_bytes(tensor):
 
 @st.composite
 def pools(draw):
-    """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; without layers at times."""
+    """[num_layers, 2, num_blocks, num_kv_heads, block_size, row_size]; without layers at times."""
     dtype = draw(st.sampled_from(list(WIDTHS)))
     num_layers, num_blocks, num_kv_heads = (draw(st.integers(1, 3)) for _ in range(3))
     block_size = draw(st.sampled_from([16, 32, 48]))
-    head_dim = WIDTHS[dtype] * draw(st.integers(1, 9))
-    shape = (2, num_blocks, num_kv_heads, block_size, head_dim)
+    row_size = WIDTHS[dtype] * draw(st.integers(1, 9)) + SCALES[dtype]
+    shape = (2, num_blocks, num_kv_heads, block_size, row_size)
     return random_bits(dtype, *shape if draw(st.booleans()) else (num_layers, *shape))
 
 
@@ -49,13 +51,15 @@ def test_there_and_back_every_bit_is_what_it_was(pool):
 @given(pools(), st.data())
 def test_each_number_is_where_the_formula_says(pool, data):
     """The formula of the kernels: an offset into a head's slice of a block."""
-    *outer, block_size, head_dim = pool.shape
-    width = WIDTHS[pool.dtype]
+    *outer, block_size, row_size = pool.shape
+    width, head_dim = WIDTHS[pool.dtype], row_size - SCALES[pool.dtype]
     where = [data.draw(st.integers(0, size - 1)) for size in outer]
-    p, d = data.draw(st.integers(0, block_size - 1)), data.draw(st.integers(0, head_dim - 1))
+    p, d = data.draw(st.integers(0, block_size - 1)), data.draw(st.integers(0, row_size - 1))
     is_value = where[-3]
-    start = p // 16 * 16 * head_dim
-    if is_value:
+    start = p // 16 * 16 * row_size
+    if d >= head_dim:
+        offset = start + 16 * head_dim + p % 16 * 4 + d - head_dim
+    elif is_value:
         offset = start + (p % 16 // width * head_dim + d) * width + p % width
     else:
         offset = start + (d // width * 16 + p % 16) * width + d % width
@@ -78,6 +82,21 @@ def test_an_example_by_hand():
     assert values[8:12].tolist() == [8, 12, 9, 13], "then positions 2 and 3"
 
 
+def test_an_example_with_scales_by_hand():
+    """One block of one head, 16 positions of 4 numbers p and the scale 2**p."""
+    scales = (2.0 ** torch.arange(16)).view(16, 1)
+    numbers = torch.arange(16, dtype=torch.int8).view(16, 1).expand(16, 4)
+    block = torch.cat((numbers, scales.view(torch.int8)), dim=1)
+    keys, values = tile(torch.stack([block, block]).view(2, 1, 1, 16, 8)).flatten(1)
+    assert keys[:64].tolist() == [p for p in range(16) for _ in range(4)]
+    assert (
+        values[:64].tolist()
+        == [*range(4)] * 4 + [*range(4, 8)] * 4 + [*range(8, 12)] * 4 + [*range(12, 16)] * 4
+    )
+    for side in (keys, values):
+        assert torch.equal(side[64:].view(torch.float32), scales.flatten())
+
+
 def test_the_second_tile_of_a_block_follows_the_first():
     plain = random_bits(torch.bfloat16, 2, 1, 1, 32, 6)
     for part in (slice(0, 16), slice(16, 32)):
@@ -88,15 +107,19 @@ def test_the_second_tile_of_a_block_follows_the_first():
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_rows_are_written_through_the_views(dtype):
     """As a step does that stores the keys and values of a few positions."""
-    tiled, row = torch.zeros(2, 3, 2, 32, 6, dtype=dtype), torch.arange(1.0, 7.0).to(dtype)
+    row = torch.arange(1.0, 9.0 + SCALES[dtype]).to(dtype)
+    numbers, scale = row[:8], row[8:]
+    tiled = torch.zeros(2, 3, 2, 32, len(row), dtype=dtype)
     keys, values = key_rows(tiled[0]), value_rows(tiled[1])
     position = 21
     first, second = divmod(position, 16)
-    keys[2, 1, first, second] = row.view(keys.shape[-2:])
-    values[2, 1, first, second // WIDTHS[dtype], second % WIDTHS[dtype]] = row
+    keys[2, 1, first, second] = numbers.view(keys.shape[-2:])
+    values[2, 1, first, second // WIDTHS[dtype], second % WIDTHS[dtype]] = numbers
+    for side in tiled:
+        scale_rows(side)[2, 1, first, second] = scale
     plain = untile(tiled)
     assert torch.equal(plain[:, 2, 1, position], torch.stack([row, row]))
-    assert plain.count_nonzero() == 12
+    assert plain.count_nonzero() == 2 * len(row)
 
 
 def test_which_layouts_can_be_tiled():
@@ -106,5 +129,7 @@ def test_which_layouts_can_be_tiled():
         return layout.order_fault()
 
     assert fault() is fault(block_size=48) is fault(dtype="bfloat16", head_dim=6) is None
-    for changes in ({"dtype": "int8", "head_dim": 4}, {"block_size": 8}, {"dtype": "bfloat16"}):
+    assert fault(dtype="int8", head_dim=4) is None
+    for changes in ({"dtype": "fp8", "head_dim": 4}, {"block_size": 8}, {"dtype": "bfloat16"},
+                    {"dtype": "int8", "head_dim": 6}):  # fmt: skip
         assert "inner_order tiles16 needs" in fault(**changes)

@@ -1,5 +1,6 @@
 """Packed weights against the references they take the place of: the same numbers bit for bit, and
-products with the arithmetic that csrc/matmul.h describes, at every level this CPU can run."""
+products with the arithmetic that csrc/matmul.h describes, at every level this CPU can run and by
+emulated tiles."""
 
 import shutil
 from dataclasses import replace
@@ -10,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_kernels.cpu_level import levels_here
-from cpu_kernels.library import load_library
 from parallel.groups import Placement, SingleRank
 from parallel.packed_weight import PackedWeight, can_pack, pack_weights
 from parallel.weight_formats import GROUP_SIZE, make_weight
@@ -41,9 +40,9 @@ class Stored:
         return self.tensor[rows] if columns is None else self.tensor[rows, columns]
 
 
-@pytest.fixture(scope="module", params=levels_here())
-def library(request):
-    return load_library(request.param, note=print)
+@pytest.fixture(scope="module")
+def library(kernel_library):
+    return kernel_library
 
 
 @pytest.fixture(autouse=True)

@@ -71,10 +71,15 @@ class TinyModel {
 
 template <class Element>
 struct Memory {
-  std::vector<Element> cache;
+  std::vector<char> cache;
   explicit Memory(const Sizes& sizes)
       : cache((size_t)NUM_LAYERS * 2 * NUM_BLOCKS * sizes.kv_heads * sizes.block_size *
-              sizes.head_dim) {}
+              PagedAttention<Element>::row_bytes(sizes.head_dim)) {}
+  static constexpr KVType type() {
+    return sizeof(Element) == 4   ? KVType::FLOAT32
+           : sizeof(Element) == 2 ? KVType::BFLOAT16
+                                  : KVType::INT8;
+  }
 };
 
 struct Outputs {
@@ -110,7 +115,7 @@ Outputs run(const TinyModel& model, Memory<Element>& memory, const std::vector<S
   Outputs out{std::vector<float>(token_ids.size() * sizes.hidden),
               std::vector<float>(rows.size() * sizes.vocab), std::vector<int64_t>(rows.size()),
               std::vector<uint8_t>(shares.size())};
-  const Cache cache{(char*)memory.cache.data(), NUM_BLOCKS, sizes.block_size, sizeof(Element) == 2};
+  const Cache cache{memory.cache.data(), NUM_BLOCKS, sizes.block_size, Memory<Element>::type()};
   const StepInputs inputs{(int)token_ids.size(), token_ids.data(), (int)shares.size(),
                           query_lens.data(), num_computed.data(), tables.data(), (int)width,
                           (int)rows.size(), rows.data()};
@@ -168,6 +173,7 @@ void test(const Sizes& sizes, Format format, Random& random) {
 }  // namespace
 
 int main() {
+  CHECK(ts_prepare() == 0, "these kernels cannot be used here");
   Random random(3);
   const Sizes even{64, 32, 4, 2, 16, 16, 70, 16}, odd{38, 64, 3, 1, 48, 32, 33, 32};
   test<float>(even, Format::FLOAT32, random);
@@ -176,4 +182,6 @@ int main() {
   test<bf16>(even, Format::INT4, random);
   test<float>(odd, Format::FLOAT32, random);
   test<bf16>(odd, Format::BFLOAT16, random);
+  test<int8_t>(even, Format::FLOAT32, random);
+  test<int8_t>(odd, Format::BFLOAT16, random);
 }
