@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from functools import partial
 
 from colocated_workers.worker import ColocatedWorker
 from core.config import WorkerConfig
 from core.worker import Progress, WorkerInfo
-from engine.executor import LocalExecutor
+from engine.distributed_executor import LaunchRanks
+from engine.executor import Executor, open_executor
 from engine.reporter import describe
 from protocol.session import SessionHub
 from protocol.worker_server import WorkerServer
 
 
 class ColocatedServer:
-    """`start`, then `wait`, then `stop`. `progress(what, fraction)` is told of loading weights."""
+    """`start`, then `wait`, then `stop`. `progress(what, fraction)` is told of loading weights;
+    `launch_ranks` starts the other ranks of a worker that has several."""
 
-    def __init__(self, config: WorkerConfig, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        progress: Progress | None = None,
+        launch_ranks: LaunchRanks | None = None,
+    ) -> None:
         self._config = config
         self._progress = progress
+        self._launch_ranks = launch_ranks
 
     async def start(self) -> WorkerInfo:
         """Raises ConfigError for a bad model, shape or a taken port, and leaves nothing behind."""
@@ -30,8 +39,15 @@ class ColocatedServer:
 
     async def _start(self, config: WorkerConfig) -> None:
         port = self._server.bind(config.host, config.port)
-        self.executor = await asyncio.to_thread(
-            LocalExecutor.from_config, config.engine, self._progress
+        self.executor: Executor = await self._server.open(
+            partial(
+                open_executor,
+                config.engine,
+                host=config.dialled_host,
+                launch_ranks=self._launch_ranks,
+                on_death=self._server.fail,
+                progress=self._progress,
+            )
         )
         self.info = describe(config, self.executor, port=port)
         self.worker = ColocatedWorker(config.engine, self.executor, time.monotonic)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.config import EngineConfig
-from core.errors import InvalidRequestError, StepFailedError, TwostrokeError
+from core.errors import InvalidRequestError, RankLostError, StepFailedError, TwostrokeError
 from core.kv import KVHandle
 from core.lifetime import DecodeTimes, PrefillTimes
 from core.request import GenerateRequest, RequestKey, SequenceOutput
@@ -51,6 +51,8 @@ class ColocatedWorker:
         executor.forget()
         try:
             outputs = self.engine.step()
+        except RankLostError:
+            raise  # the end of this worker
         except Exception as error:
             if error is not executor.error:
                 raise  # a bug of ours, not of the model: nobody knows what is left
@@ -196,6 +198,9 @@ class _WatchedExecutor:
         self.model_config = executor.model_config
         self.kv_cache = executor.kv_cache
         self.layout = executor.layout
+        self.layouts = executor.layouts
+        self.rank_addresses = executor.rank_addresses
+        self.rank_token = executor.rank_token
         self.num_blocks = executor.num_blocks
         self.max_model_len = executor.max_model_len
         self.batch: Batch | None = None
@@ -214,3 +219,6 @@ class _WatchedExecutor:
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         self._executor.clear_blocks(block_ids)
+
+    def close(self) -> None:
+        self._executor.close()

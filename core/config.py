@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.errors import ConfigError
 from core.kv import KV_DTYPE_BYTES
@@ -59,10 +59,33 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    step_timeout_s: float = 30.0
+    """How long a rank waits for another one within a step until it counts as lost."""
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1 or self.pipeline_parallel_size < 1:
+            raise ConfigError("tensor_parallel_size and pipeline_parallel_size must be positive")
+        if self.step_timeout_s <= 0:
+            raise ConfigError("step_timeout_s must be positive")
 
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def __str__(self) -> str:
+        return f"tp{self.tensor_parallel_size}pp{self.pipeline_parallel_size}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPool:
+    """The workers of one role: all of one shape."""
+
+    count: int = 1
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.count * self.parallel.world_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +152,10 @@ class WorkerConfig:
     advertise_host: str = ""
     """What others dial when `host` is a wildcard; empty means `host`."""
 
+    @property
+    def dialled_host(self) -> str:
+        return self.advertise_host or self.host
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -152,10 +179,10 @@ class ClusterConfig:
     router: RouterConfig
     engine: EngineConfig
     transfer: TransferConfig = field(default_factory=TransferConfig)
-    num_prefill: int = 1
-    num_decode: int = 1
-    num_colocated: int = 0
-    """0: disaggregated. Else there are no prefill and no decode workers."""
+    prefill: WorkerPool = field(default_factory=WorkerPool)
+    decode: WorkerPool = field(default_factory=WorkerPool)
+    colocated: WorkerPool = field(default_factory=lambda: WorkerPool(count=0))
+    """Count 0: disaggregated. Else there are no prefill and no decode workers."""
 
     def __post_init__(self) -> None:
         missing = [role for role in needed_roles(self.num_workers) if role not in self.num_workers]
@@ -165,9 +192,22 @@ class ClusterConfig:
     @property
     def num_workers(self) -> dict[WorkerRole, int]:
         """Of each role that it has."""
-        counts = {
-            WorkerRole.PREFILL: self.num_prefill,
-            WorkerRole.DECODE: self.num_decode,
-            WorkerRole.COLOCATED: self.num_colocated,
-        }
+        counts = {role: self.pool(role).count for role in WorkerRole}
         return {role: count for role, count in counts.items() if count > 0}
+
+    def pool(self, role: WorkerRole) -> WorkerPool:
+        pools = {
+            WorkerRole.PREFILL: self.prefill,
+            WorkerRole.DECODE: self.decode,
+            WorkerRole.COLOCATED: self.colocated,
+        }
+        return pools[role]
+
+    def engine_of(self, role: WorkerRole) -> EngineConfig:
+        """In the shape of that role's workers."""
+        return replace(self.engine, parallel=self.pool(role).parallel)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all workers."""
+        return sum(self.pool(role).num_ranks for role in WorkerRole)

@@ -14,6 +14,7 @@
     `-- RetryableError                 routing the request again may succeed
         |-- WorkerUnavailableError     no worker can take the request now
         |-- WorkerLostError            the worker died or its stream broke
+        |   `-- RankLostError          one of its ranks did: the others cannot go on
         |-- PreemptedError             the decode worker needed the blocks for older sequences
         |-- StepFailedError            the model step it shared with others raised
         `-- TransferError              KV blocks could not be moved
@@ -91,6 +92,10 @@ class WorkerUnavailableError(RetryableError):
 
 class WorkerLostError(RetryableError):
     code = "worker_lost"
+
+
+class RankLostError(WorkerLostError):
+    code = "rank_lost"
 
 
 class PreemptedError(RetryableError):

@@ -6,14 +6,14 @@ its lease ends. The owner checks every field before it serves (see kv_transfer/s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from core.prefix import BlockHash
 
 KV_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 """What a cache can hold -> bytes of a number. Those of one byte have a scale per row; fp8 is e4m3.
-See engine/kernels/kv_dtype.py."""
+See cpu_kernels/kv_dtype.py."""
 SCALE_BYTES = 4
 INNER_ORDERS = ("plain", "tiles16")
 """How a head's slice of a block can be ordered; for the second one see cpu_kernels/kv_order.py."""
@@ -25,8 +25,8 @@ TILED_DTYPES = ("float32", "bfloat16", "int8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """What one rank's KV cache looks like. Equal layouts: blocks can be copied as bytes; where
-    `inner_order` alone differs they are converted on the way.
+    """What one rank's KV cache looks like, and which of the model's layers and kv heads it holds.
+    kv_transfer/plan.py says what can move between two.
 
     A block holds `block_size` positions of every local kv head of a layer, head-major, keys and
     values apart: [num_kv_heads, block_size, row_bytes] bytes each, when in plain order.
@@ -40,6 +40,8 @@ class KVLayout:
     block_size: int
     first_layer: int
     num_layers: int
+    first_kv_head: int = 0
+    """Of all the model's kv heads, as `first_layer` is of all layers."""
     num_kv_heads: int
     head_dim: int
     inner_order: str = "plain"
@@ -56,13 +58,61 @@ class KVLayout:
         """Bytes of one block over all local layers, keys and values."""
         return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.row_bytes
 
-    def difference(self, other: KVLayout) -> str | None:
-        """Human-readable first difference to `other`, None when equal."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def kv_heads(self) -> range:
+        return range(self.first_kv_head, self.first_kv_head + self.num_kv_heads)
+
+    @property
+    def extent(self) -> str:
+        """Which layers and kv heads, for messages."""
+        return (
+            f"layers {self.layers.start} to {self.layers.stop - 1}, "
+            f"kv heads {self.kv_heads.start} to {self.kv_heads.stop - 1}"
+        )
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.inner_order != "plain"
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Of a tensor of blocks, keys at 0, values at 1: [num_layers, 2, num_blocks, num_kv_heads,
+        block_size, row_size], in either inner order."""
+        row_size = self.row_bytes // KV_DTYPE_BYTES[self.dtype]
+        return (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, row_size)
+
+    def holds(self, other: KVLayout) -> bool:
+        """All layers and kv heads of `other`."""
+        pairs = ((self.layers, other.layers), (self.kv_heads, other.kv_heads))
+        return all(a.start <= b.start and b.stop <= a.stop for a, b in pairs)
+
+    def difference(self, other: KVLayout, names: Iterable[str] | None = None) -> str | None:
+        """Human-readable first difference to `other`, of the fields `names` or of all, None when
+        equal."""
+        for name in names or (field.name for field in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                return f"{field.name} differs: {mine} here, {theirs} there"
+                return f"{name} differs: {mine} here, {theirs} there"
         return None
+
+    def fault(self) -> str | None:
+        """Why no cache has this layout, whoever says so; None when one can."""
+        if self.dtype not in KV_DTYPE_BYTES:
+            return f"dtype {self.dtype!r} is none of {', '.join(KV_DTYPE_BYTES)}"
+        for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                return f"{name} is {getattr(self, name)}, not 1 or more"
+        for name in ("first_layer", "first_kv_head"):
+            if getattr(self, name) < 0:
+                return f"{name} is {getattr(self, name)}, not 0 or more"
+        if KV_DTYPE_BYTES[self.dtype] == 1 and self.head_dim % SCALE_BYTES:
+            return (
+                f"dtype {self.dtype} needs head_dim in steps of {SCALE_BYTES}, not {self.head_dim}"
+            )
+        return self.order_fault()
 
     def order_fault(self) -> str | None:
         """Why no block of this shape and dtype has this `inner_order`, None when one can."""
@@ -107,11 +157,16 @@ class KVHandle:
     """Random per process start: a restarted worker at the same address honours nothing old."""
     address: str
     """host:port of the owner's gRPC service."""
-    layout: KVLayout
+    layouts: tuple[KVLayout, ...]
+    """Of all its ranks; block ids are the same on each."""
     blocks: tuple[BlockRef, ...]
     block_hashes: tuple[BlockHash, ...]
     num_tokens: int
     lease_s: float
+
+    @property
+    def block_size(self) -> int:
+        return self.layouts[0].block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +174,16 @@ class ChannelOffer:
     """Receiver's invitation to a two-rank group: the sender is rank 0, the receiver rank 1."""
 
     channel_id: str
-    """Fresh for every group, never reused, so an aborted group cannot be mixed up with its heir."""
+    """Fresh for every group, never reused, so an aborted group cannot be mixed up with its heir.
+    What is before its first dot names the rank that receives."""
+    source: int
+    """The owner's rank that is to send."""
     backend: str
     """gloo or nccl."""
     store_host: str
     store_port: int
     layout: KVLayout
-    """Of the messages: the receiver's, in plain order where the two sides' orders differ."""
+    """Of the messages: see kv_transfer/plan.Piece."""
     incarnation: str
     """Owner the receiver believes it talks to; a restarted owner refuses."""
     max_message_bytes: int
@@ -134,10 +192,11 @@ class ChannelOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullRequest:
-    """Ask for `blocks` of a handle over an open channel. The receive is posted before this is sent.
+    """Ask for what a handle covers from `first_position` on, over an open channel. The receive is
+    posted before this is sent.
 
-    `first_block` is the index in handle.blocks of `blocks[0]`: the receiver already has what is
-    before it, so blocks[i] holds the block position first_block + i.
+    The receiver already has what is before; `blocks` are the handle's from the one that holds
+    `first_position` to the last.
     """
 
     handle_id: str
@@ -147,6 +206,6 @@ class PullRequest:
     channel_id: str
     transfer_id: int
     """Counts up per channel: both ends run transfers of a channel in this order."""
-    first_block: int
+    first_position: int
     blocks: tuple[BlockRef, ...]
     block_hashes: tuple[BlockHash, ...]

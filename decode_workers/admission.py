@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from core.errors import ContextLengthError, StaleHandleError
 from core.kv import KVHandle
+from core.prefix import hash_blocks
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 from kv_transfer.receiver import PullDone
@@ -50,7 +51,7 @@ class Admission:
     def add(self, arrival: Arrival) -> None:
         """Raises ContextLengthError when it can never fit, StaleHandleError when the handle is not
         of this request's tokens."""
-        sequence, handle, pool = arrival.sequence, arrival.handle, self._pool
+        sequence, handle = arrival.sequence, arrival.handle
         num_tokens = len(sequence.token_ids)
         if num_tokens >= self._max_model_len:
             raise ContextLengthError(
@@ -62,10 +63,11 @@ class Admission:
             raise StaleHandleError(
                 f"the handle covers {handle.num_tokens} tokens, the request needs {num_tokens - 1}"
             )
-        num_full = handle.num_tokens // pool.block_size
-        if tuple(sequence.hashes(num_full, pool.block_size)) != handle.block_hashes:
+        # In the owner's blocks, which may be of another size than ours.
+        tokens, block_size = sequence.token_ids[: handle.num_tokens], handle.block_size
+        if tuple(hash_blocks(tokens, block_size, sequence.root)) != handle.block_hashes:
             raise StaleHandleError("the handle's block hashes are of other tokens")
-        if len(handle.blocks) != pool.num_blocks_for(handle.num_tokens):
+        if len(handle.blocks) != -(-handle.num_tokens // block_size):
             raise StaleHandleError(
                 f"{len(handle.blocks)} blocks cannot be the KV of {handle.num_tokens} tokens"
             )
@@ -77,8 +79,9 @@ class Admission:
             return None
         arrival, pool = self.waiting[0], self._pool
         sequence = arrival.sequence
-        local = pool.match_prefix(arrival.handle.block_hashes)
-        num_new = len(arrival.handle.blocks) - len(local)
+        num_tokens = arrival.handle.num_tokens
+        local = pool.match_prefix(sequence.hashes(num_tokens // pool.block_size, pool.block_size))
+        num_new = pool.num_blocks_for(num_tokens) - len(local)
         # Alone it may take the last block; beside others each keeps one to grow into.
         num_reserved = num_running + 1 if num_running else 0
         if num_new + pool.num_idle(local) + num_reserved > pool.num_available:

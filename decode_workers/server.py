@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 from core.config import WorkerConfig
 from core.worker import Progress, WorkerInfo
-from decode_workers.peer_client import GrpcPeerClient
 from decode_workers.worker import DecodeWorker
 from engine.block_pool import BlockPool
-from engine.executor import LocalExecutor
+from engine.distributed_executor import LaunchRanks
+from engine.executor import Executor, open_executor
 from engine.reporter import describe
 from kv_transfer.distributed import DistributedTransports
+from kv_transfer.link import ReceivingRank
+from kv_transfer.peer_client import GrpcPeerClient
+from kv_transfer.rank_client import RankClient
 from kv_transfer.receiver import KVReceiver
 from protocol.worker_server import WorkerServer
 
 
 class DecodeServer:
-    """`start`, then `wait`, then `stop`. `progress(what, fraction)` is told of loading weights."""
+    """`start`, then `wait`, then `stop`. `progress(what, fraction)` is told of loading weights;
+    `launch_ranks` starts the other ranks of a worker that has several."""
 
-    def __init__(self, config: WorkerConfig, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        progress: Progress | None = None,
+        launch_ranks: LaunchRanks | None = None,
+    ) -> None:
         self._config = config
         self._progress = progress
+        self._launch_ranks = launch_ranks
 
     async def start(self) -> WorkerInfo:
         """Raises ConfigError for a bad model, shape or a taken port, and leaves nothing behind."""
@@ -33,19 +45,34 @@ class DecodeServer:
 
     async def _start(self, config: WorkerConfig) -> None:
         port = self._server.bind(config.host, config.port)
-        self.executor = await asyncio.to_thread(
-            LocalExecutor.from_config, config.engine, self._progress
+        self.executor: Executor = await self._server.open(
+            partial(
+                open_executor,
+                config.engine,
+                host=config.dialled_host,
+                launch_ranks=self._launch_ranks,
+                on_death=self._server.fail,
+                progress=self._progress,
+            )
         )
         self.info = describe(config, self.executor, port=port)
         self.pool = BlockPool.for_cache(self.executor.num_blocks, config.engine.cache)
-        self.receiver = KVReceiver(
+        here = ReceivingRank(
             self.executor.kv_cache.tensor,
-            layout=self.executor.layout,
+            layouts=self.executor.layouts,
             config=config.transfer,
-            host=config.advertise_host or config.host,
+            host=config.dialled_host,
             transports=DistributedTransports(config.transfer.backend),
-            peers=lambda address: GrpcPeerClient(address, config.transfer.timeout_s),
             clock=time.monotonic,
+        )
+        token, timeout_s = self.executor.rank_token, config.transfer.timeout_s
+        addresses = self.executor.rank_addresses
+        self._ranks = [RankClient(address, token, timeout_s) for address in addresses]
+        self.receiver = KVReceiver(
+            here,
+            peers=lambda address: GrpcPeerClient(address, timeout_s),
+            other_ranks=[rank.link for rank in self._ranks],
+            on_rank_lost=self._server.fail,
             wake=lambda: self._server.step_loop.wake(),
         )
         self.worker = DecodeWorker(
@@ -60,3 +87,5 @@ class DecodeServer:
         """End streams, the step thread, then transfers and channels."""
         await self._server.stop()
         await asyncio.to_thread(self.receiver.close)
+        for rank in self._ranks:
+            await asyncio.to_thread(rank.close)

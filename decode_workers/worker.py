@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from core.config import EngineConfig
 from core.errors import (
-    HandshakeRefusedError,
     InvalidRequestError,
     PreemptedError,
+    RankLostError,
     StepFailedError,
     TwostrokeError,
 )
@@ -30,7 +30,7 @@ from engine.pooling import check_can_generate
 from engine.reporter import Reporter
 from engine.scheduler import DecodeScheduler
 from engine.sequence import Sequence
-from kv_transfer.plan import check_compatible
+from kv_transfer.plan import plan_pieces
 from kv_transfer.receiver import KVReceiver, PullDone
 from protocol.worker_server import StepResult
 
@@ -73,6 +73,8 @@ class DecodeWorker:
         try:
             batch = Batch(sequences=tuple(shares), block_copies=tuple(block_copies))
             results = self._executor.execute(batch)
+        except RankLostError:
+            raise  # the end of this worker
         except Exception as error:
             logger.exception("a decode step failed")
             known = error if isinstance(error, TwostrokeError) else StepFailedError("a step failed")
@@ -90,9 +92,7 @@ class DecodeWorker:
         try:
             request.check(self._executor.model_config.vocab_size)
             self._check_new(request.key)
-            reason = check_compatible(handle.layout, self._executor.layout)
-            if reason is not None:
-                raise HandshakeRefusedError(reason)
+            plan_pieces(handle.layouts, self._executor.layouts)  # raises where they cannot meet
             root = hash_root(model=self._executor.layout.model, salt=request.cache_salt)
             sequence = Sequence(request, root, now=self._clock())
             self._admission.add(Arrival(sequence=sequence, handle=handle))
@@ -137,7 +137,8 @@ class DecodeWorker:
                 return
             arrival.admitted = self._clock()
             self._pulling[arrival.sequence.key] = arrival
-            self._receiver.start(arrival.handle, arrival.num_local_blocks, arrival.pulled_block_ids)
+            first_position = arrival.num_local_blocks * self._pool.block_size
+            self._receiver.start(arrival.handle, first_position, arrival.pulled_block_ids)
 
     def _take_pulled(self) -> list[SequenceOutput]:
         outputs = []

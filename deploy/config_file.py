@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -23,10 +23,12 @@ from core.config import (
     CacheConfig,
     ClusterConfig,
     EngineConfig,
+    ParallelConfig,
     RouterConfig,
     SchedulerConfig,
     TransferConfig,
     WorkerConfig,
+    WorkerPool,
 )
 from core.errors import ConfigError
 from core.kv import KV_DTYPE_BYTES
@@ -43,9 +45,11 @@ class Settings:
 
     model: str = DEFAULT_MODEL
     served_model_name: str | None = None
-    prefill: int | None = None
-    decode: int | None = None
-    colocated: int = 0
+    prefill: WorkerPool | None = None
+    decode: WorkerPool | None = None
+    colocated: WorkerPool | None = None
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Of one worker started by hand."""
     host: str = "127.0.0.1"
     port: int = 8000
     advertise_host: str | None = None
@@ -120,6 +124,29 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
+def parse_parallel(text: str) -> ParallelConfig:
+    """`tp2`, `pp3`, `tp2pp3`."""
+    match = re.fullmatch(r"(?:tp([1-9]\d*))?(?:pp([1-9]\d*))?", text)
+    if not match or not text:
+        raise ValueError(f"{text!r} is not a shape such as tp2, pp2 or tp2pp2")
+    tp, pp = (int(size or 1) for size in match.groups())
+    return ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+
+
+def parse_pool(text: str, at_least: int = 0) -> WorkerPool:
+    """`2` workers of one rank, `2xtp4` of four ranks each, `tp2pp2`: one worker of four."""
+    match = re.fullmatch(r"([-+]?\d+)(?:x(.*))?", text)
+    count, shape = match.groups() if match else ("1", text)
+    if int(count) < at_least:
+        raise ValueError(f"must be at least {at_least}")
+    parallel = ParallelConfig() if shape is None else parse_parallel(shape)
+    return WorkerPool(count=int(count), parallel=parallel)
+
+
+def _some_workers(text: str) -> WorkerPool:
+    return parse_pool(text, at_least=1)
+
+
 def _flag(text: str) -> bool:
     words = {"true": True, "1": True, "yes": True, "on": True}
     words |= {"false": False, "0": False, "no": False, "off": False}
@@ -162,12 +189,27 @@ SETTINGS: Mapping[str, Setting] = {
     "served_model_name": Setting(
         parse=_text, metavar="NAME", help="name clients ask for (default: from the model)"
     ),
-    "prefill": Setting(parse=_positive, help="prefill workers: they read prompts (default 1)"),
-    "decode": Setting(parse=_positive, help="decode workers: they write answers (default 1)"),
+    "prefill": Setting(
+        parse=_some_workers,
+        metavar="N[xSHAPE]",
+        help="prefill workers: they read prompts (default 1). 2xtp4pp2: two, each over 8 ranks, "
+        "4 per layer in 2 runs of layers",
+    ),
+    "decode": Setting(
+        parse=_some_workers,
+        metavar="N[xSHAPE]",
+        help="decode workers: they write answers (default 1)",
+    ),
     "colocated": Setting(
-        parse=_whole,
+        parse=parse_pool,
+        metavar="N[xSHAPE]",
         implied="1",
         help="instead of both: workers that do both (default 0; without N: 1)",
+    ),
+    "parallel": Setting(
+        parse=parse_parallel,
+        metavar="SHAPE",
+        help="ranks of this worker: tp2 splits each layer over 2, pp2 the layers (default tp1pp1)",
     ),
     "host": Setting(parse=_host, metavar="HOST", help="address to listen on (default 127.0.0.1)"),
     "port": Setting(parse=_port, metavar="PORT", help="port to listen on; 0 takes a free one"),
@@ -196,11 +238,11 @@ SETTINGS: Mapping[str, Setting] = {
         help="hold weight matrices in int8 or int4 (default: in --dtype)",
     ),
     "threads": Setting(
-        parse=_whole, help="CPU threads of each worker (default, and 0: its share of the cores)"
+        parse=_whole, help="CPU threads of each rank (default, and 0: its share of the cores)"
     ),
     "block_size": Setting(parse=_positive, help="positions in one KV block (default 16)"),
     "kv_memory": Setting(
-        parse=parse_bytes, metavar="SIZE", help="KV cache of each worker (default 1GiB)"
+        parse=parse_bytes, metavar="SIZE", help="KV cache of each rank (default 1GiB)"
     ),
     "kv_cache_dtype": Setting(
         parse=_one_of("auto", *KV_DTYPE_BYTES),
@@ -262,9 +304,16 @@ ENGINE_SETTINGS = (
     "prefill_step_tokens",
     "max_num_seqs",
 )
-WORKER_SETTINGS = (*ENGINE_SETTINGS, "verify_checksum", "host", "port", "advertise_host")
-UP_SETTINGS = tuple(key for key in SETTINGS if key != "advertise_host")
-"""Workers that `up` starts are on this machine and dialled there."""
+WORKER_SETTINGS = (
+    *ENGINE_SETTINGS,
+    "parallel",
+    "verify_checksum",
+    "host",
+    "port",
+    "advertise_host",
+)
+UP_SETTINGS = tuple(key for key in SETTINGS if key not in ("advertise_host", "parallel"))
+"""Workers that `up` starts are on this machine and dialled there; each role has its shape."""
 ROUTER_SETTINGS = ("model", "served_model_name", "host", "port", "request_timeout", "debug")
 
 
@@ -350,10 +399,10 @@ def kernel_cache(env: Mapping[str, str] | None = None) -> str | None:
     return str(Path(base) / "twostroke" / "kernels") if base else None
 
 
-def share_of_cores(num_workers: int) -> int:
-    """Threads for each of `num_workers` workers on this machine. More than its share only makes
-    them wait for each other."""
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+def share_of_cores(num_ranks: int) -> int:
+    """Threads for each of `num_ranks` ranks on this machine. More than its share only makes them
+    wait for each other."""
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 def full_speed_tokens(device: str) -> int | None:
@@ -362,7 +411,8 @@ def full_speed_tokens(device: str) -> int | None:
     return 64 if device == "cpu" else None
 
 
-def engine_config(settings: Settings, model: ResolvedModel, num_workers: int = 1) -> EngineConfig:
+def engine_config(settings: Settings, model: ResolvedModel, num_ranks: int = 1) -> EngineConfig:
+    """Of one rank; `num_ranks` share this machine."""
     return EngineConfig(
         model_path=model.path,
         dtype=settings.dtype,
@@ -370,7 +420,7 @@ def engine_config(settings: Settings, model: ResolvedModel, num_workers: int = 1
         device=settings.device,
         kernels=settings.kernels,
         kernel_cache=kernel_cache(),
-        num_threads=settings.threads or share_of_cores(num_workers),
+        num_threads=settings.threads or share_of_cores(num_ranks),
         max_model_len=settings.max_model_len,
         cache=CacheConfig(
             block_size=settings.block_size,
@@ -406,15 +456,16 @@ def router_config(settings: Settings, model: ResolvedModel) -> RouterConfig:
 
 def cluster_config(settings: Settings, model: ResolvedModel) -> ClusterConfig:
     """Raises ConfigError when colocated workers and others are asked for."""
-    given = {role for role in WorkerRole if getattr(settings, role)}
-    counts = {role: getattr(settings, role) or 1 for role in needed_roles(given)}
+    none = WorkerPool(count=0)
+    pools = {role: getattr(settings, role) or none for role in WorkerRole}
+    needed = needed_roles([role for role, pool in pools.items() if pool.count])
+    pools |= {role: WorkerPool() for role in needed if not pools[role].count}
+    num_ranks = sum(pool.num_ranks for pool in pools.values())
     return ClusterConfig(
         router=router_config(settings, model),
-        engine=engine_config(settings, model, sum(counts.values())),
+        engine=engine_config(settings, model, num_ranks),
         transfer=transfer_config(settings),
-        num_prefill=counts.get(WorkerRole.PREFILL, 0),
-        num_decode=counts.get(WorkerRole.DECODE, 0),
-        num_colocated=counts.get(WorkerRole.COLOCATED, 0),
+        **{role.value: pool for role, pool in pools.items()},
     )
 
 
@@ -436,7 +487,10 @@ def worker_config(
         name=name or _worker_name(role, advertised, settings.port),
         role=role,
         served_model_name=settings.served_model_name or model.served_name,
-        engine=engine_config(settings, model),
+        engine=replace(
+            engine_config(settings, model, settings.parallel.world_size),
+            parallel=settings.parallel,
+        ),
         transfer=transfer_config(settings),
         host=settings.host,
         port=settings.port,

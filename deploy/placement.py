@@ -42,7 +42,11 @@ def place_worker(engine: EngineConfig) -> WorkerPlacement:
 
 def total_resources(config: ClusterConfig) -> Bundle:
     """What all workers of `config` occupy together."""
-    bundles = place_worker(config.engine).bundles * sum(config.num_workers.values())
+    bundles = [
+        bundle
+        for role, count in config.num_workers.items()
+        for bundle in place_worker(config.engine_of(role)).bundles * count
+    ]
     return Bundle(
         cpus=sum(bundle.cpus for bundle in bundles), gpus=sum(bundle.gpus for bundle in bundles)
     )

@@ -83,9 +83,9 @@ class Supervisor:
         config = self._config
         await self.scale(
             Desired(
-                num_prefill=config.num_prefill,
-                num_decode=config.num_decode,
-                num_colocated=config.num_colocated,
+                num_prefill=config.prefill.count,
+                num_decode=config.decode.count,
+                num_colocated=config.colocated.count,
             )
         )
 
@@ -187,7 +187,7 @@ class Supervisor:
             name=slot.name,
             role=slot.role,
             served_model_name=self._config.router.served_model_name,
-            engine=self._config.engine,
+            engine=self._config.engine_of(slot.role),
             transfer=self._config.transfer,
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from core.config import ClusterConfig
 from core.model_files import load_model_config
-from core.worker import endpoint
+from core.worker import WorkerRole, endpoint
 from deploy.cluster import Cluster, check_port
 from deploy.config_file import Settings, cluster_config
 from deploy.console import ClusterView
@@ -23,6 +23,7 @@ from deploy.ray_cluster import RayCluster
 from deploy.signals import run_until_stopped
 from deploy.state_file import ClusterRecord, Records, own_record
 from engine.models.registry import check_architecture
+from parallel.partition import check_shape
 
 POLL_S = 0.2
 
@@ -30,9 +31,13 @@ POLL_S = 0.2
 def prepare(settings: Settings) -> ClusterConfig:
     """Everything that can be wrong and is cheap to find out, before anything is started."""
     model = resolve_model(settings.model)
-    check_architecture(load_model_config(model.path).architecture)
+    read = load_model_config(model.path)
+    check_architecture(read.architecture)
     check_port(settings.host, settings.port)
-    return cluster_config(settings, model)
+    config = cluster_config(settings, model)
+    for role in config.num_workers:
+        check_shape(read, config.pool(role).parallel)
+    return config
 
 
 class Backend(StrEnum):
@@ -83,8 +88,15 @@ def _how_to_stop() -> str:
 def describe(config: ClusterConfig) -> str:
     engine = config.engine
     weights = f" with {engine.quantization} weights" if engine.quantization else ""
-    counts = " and ".join(f"{count} {role}" for role, count in config.num_workers.items())
-    return f"{counts} workers, {engine.dtype}{weights}, threads per worker: {engine.num_threads}"
+    counts = " and ".join(_pool(config, role) for role in config.num_workers)
+    unit = "worker" if config.num_ranks == sum(config.num_workers.values()) else "rank"
+    return f"{counts} workers, {engine.dtype}{weights}, threads per {unit}: {engine.num_threads}"
+
+
+def _pool(config: ClusterConfig, role: WorkerRole) -> str:
+    pool = config.pool(role)
+    shape = f"x{pool.parallel}" if pool.parallel.world_size > 1 else ""
+    return f"{pool.count}{shape} {role}"
 
 
 def detach(arguments: Sequence[str], settings: Settings, *, records: Records, logs: Path) -> int:

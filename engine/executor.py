@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from core.config import EngineConfig
+from core.errors import ConfigError
 from core.kv import KVLayout
 from core.model_config import ModelConfig
 from core.worker import Progress
 from engine.batch import Batch, SequenceResult
+from engine.distributed_executor import DistributedExecutor, LaunchRanks
 from engine.kv_cache import KVCache
 from engine.model_runner import ModelRunner
 from engine.sequence import Sequence as EngineSequence
@@ -23,7 +25,24 @@ class Executor(Protocol):
     def kv_cache(self) -> KVCache: ...
 
     @property
-    def layout(self) -> KVLayout: ...
+    def layout(self) -> KVLayout:
+        """Of this process's rank."""
+        ...
+
+    @property
+    def layouts(self) -> tuple[KVLayout, ...]:
+        """Of all ranks."""
+        ...
+
+    @property
+    def rank_addresses(self) -> tuple[str, ...]:
+        """Where the other ranks serve their KV (engine/distributed_executor.RankService)."""
+        ...
+
+    @property
+    def rank_token(self) -> str:
+        """What they ask to be shown."""
+        ...
 
     @property
     def num_blocks(self) -> int: ...
@@ -37,6 +56,10 @@ class Executor(Protocol):
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Zero these blocks now. Nobody may own them."""
+        ...
+
+    def close(self) -> None:
+        """No more steps: other ranks end. Idempotent."""
         ...
 
 
@@ -53,6 +76,9 @@ class LocalExecutor:
         self.model_config = runner.model_config
         self.kv_cache = runner.kv_cache
         self.layout = runner.kv_cache.layout
+        self.layouts = (self.layout,)
+        self.rank_addresses: tuple[str, ...] = ()
+        self.rank_token = ""
         self.num_blocks = runner.kv_cache.num_blocks
         self.max_model_len = runner.max_model_len
 
@@ -61,6 +87,29 @@ class LocalExecutor:
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         self.kv_cache.clear_blocks(block_ids)
+
+    def close(self) -> None:
+        pass
+
+
+def open_executor(
+    config: EngineConfig,
+    *,
+    host: str,
+    launch_ranks: LaunchRanks | None = None,
+    on_death: Callable[[str], None] = lambda _: None,
+    progress: Progress | None = None,
+) -> Executor:
+    """All ranks of the worker, loaded; this process is rank 0. `host`: where the others reach it.
+    `on_death` is told, from any thread, when one of them has died. Raises ConfigError, and
+    RankLostError when they do not come up."""
+    if config.parallel.world_size == 1:
+        return LocalExecutor.from_config(config, progress)
+    if launch_ranks is None:
+        raise ConfigError("a worker of several ranks needs somebody to start them")
+    return DistributedExecutor.launch(
+        config, host=host, launch_ranks=launch_ranks, on_death=on_death, progress=progress
+    )
 
 
 def clear_spoiled(executor: Executor, sequences: Sequence[EngineSequence]) -> None:

@@ -24,17 +24,20 @@ from engine.models.decoder import CausalLM
 from engine.models.layers import Attention, GatedMLP, RMSNorm
 from engine.models.llama import LlamaDecoderLayer
 from engine.models.rotary import RotaryEmbedding
-from parallel.groups import Group
+from parallel.groups import Rank
 from parallel.packed_weight import PackedWeight
 from parallel.weight_formats import Weight
 
 
 def fused_stage(
-    model: object, config: ModelConfig, group: Group, library: ctypes.CDLL
+    model: object, config: ModelConfig, rank: Rank, library: ctypes.CDLL
 ) -> Stage | None:
-    """None where the model is not built of what the kernels know, or spread over ranks. Its weights
-    are packed already."""
-    if group.size > 1 or not isinstance(model, CausalLM) or not _has_shape(model, config):
+    """None where the model is not built of what the kernels know, or spread over ranks: theirs is
+    the whole model, tokens in, logits out, and a stage of a pipeline runs operator by operator.
+    Its weights are packed already."""
+    if rank.group.size > 1 or rank.stage.count > 1:
+        return None
+    if not isinstance(model, CausalLM) or not _has_shape(model, config):
         return None
     decoder = model.model
     rotates = [rotation is not None for rotation in model.rotations(torch.zeros(1))]
@@ -53,7 +56,7 @@ def fused_stage(
         inverse_frequencies=rotary.inv_freq,
         layers=[
             _stage_layer(layer, rotates=rotated)
-            for layer, rotated in zip(decoder.layers, rotates, strict=True)
+            for layer, rotated in zip(decoder.layers.values(), rotates, strict=True)
         ],
         embedding=_matrix(decoder.embed_tokens.weight),
         head=_matrix(model.lm_head.weight),
@@ -99,7 +102,7 @@ def _has_shape(model: CausalLM, config: ModelConfig) -> bool:
         and model.final_logit_softcap is None
         and can_attend(config.head_dim)
         and config.intermediate_size % PANEL_ROWS == 0
-        and all(_is_known(layer) for layer in model.model.layers)
+        and all(_is_known(layer) for layer in model.model.layers.values())
         and all(isinstance(m, PackedWeight) for m in model.modules() if isinstance(m, Weight))
     )
 

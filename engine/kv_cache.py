@@ -9,8 +9,8 @@ import torch
 from core.config import CacheConfig
 from core.errors import ConfigError
 from core.kv import SCALE_BYTES, KVLayout
+from cpu_kernels.kv_dtype import KV_DTYPES
 from engine.batch import BlockCopy
-from engine.kernels.kv_dtype import KV_DTYPES
 
 MIN_BLOCKS = 2
 
@@ -20,20 +20,13 @@ class KVCache:
 
     `tensor` is [num_layers, 2, num_blocks, num_kv_heads, block_size, row_size]: keys at 0,
     values at 1, so that a block's head is one contiguous slice and gathering one index_select.
-    A row is head_dim numbers, and its scale where the dtype has one: see kernels/kv_dtype.py."""
+    A row is head_dim numbers, and its scale where the dtype has one (cpu_kernels/kv_dtype.py)."""
 
     def __init__(self, layout: KVLayout, config: CacheConfig, *, device: torch.device) -> None:
         storage = _storage(layout)
         self.layout = layout
         self.num_blocks = num_blocks_for(layout, config)
-        shape = (
-            layout.num_layers,
-            2,
-            self.num_blocks,
-            layout.num_kv_heads,
-            layout.block_size,
-            layout.row_bytes // storage.itemsize,
-        )
+        shape = layout.shape(self.num_blocks)
         # Zeros, not empty: masked positions have weight 0, and 0 * NaN from old memory is NaN.
         # It also makes too large a cache fail now and not under load.
         try:

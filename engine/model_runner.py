@@ -1,4 +1,5 @@
-"""Runs one step of a model on one rank: batch in, sampled tokens out.
+"""Runs one step of a model on one rank: batch in, sampled tokens out. In a pipeline a rank has the
+layers of its stage; hidden states go from stage to stage, and the last one has the tokens.
 
 Owns the model's parameters and the KV cache's memory. Knows no sequence beyond the step and no
 block beyond its id.
@@ -23,15 +24,22 @@ from core.request import TokenLogprobs
 from core.worker import Progress
 from cpu_kernels.library import choose_library
 from cpu_kernels.stage import Stage
-from engine.batch import Batch, Pooling, ScheduledSequence, SequenceResult, build_inputs
+from engine.batch import (
+    Batch,
+    ForwardInputs,
+    Pooling,
+    ScheduledSequence,
+    SequenceResult,
+    build_inputs,
+)
 from engine.fused_stage import fused_stage, stage_inputs
-from engine.kernels import plan_attention
+from engine.kernels import AttentionPlan, plan_attention
 from engine.kernels.native_attention import native_layout
 from engine.kv_cache import KVCache
 from engine.models.interface import model_class
 from engine.sampler import prompt_logprobs, sample
 from engine.weights.loader import has_own_head, load_weights, open_checkpoint
-from parallel.groups import Group, Placement, SingleRank
+from parallel.groups import WHOLE, Placement, Rank, SingleRank
 from parallel.packed_weight import pack_weights
 from parallel.partition import kv_head_range
 
@@ -61,11 +69,12 @@ class ModelRunner:
         self,
         config: EngineConfig,
         *,
-        group: Group | None = None,
+        rank: Rank | None = None,
         progress: Progress | None = None,
     ) -> None:
-        group = group or SingleRank()
-        _check_parallel(config, group)
+        rank = rank or Rank(group=SingleRank())
+        _check_parallel(config, rank)
+        self._rank = rank
         # Process-wide, and torch's default is all cores: several workers on one machine would
         # otherwise fight for them. Set once, before the first operator.
         torch.set_num_threads(config.num_threads)
@@ -82,28 +91,33 @@ class ModelRunner:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         # Before the weights, which take longest: what cannot work shall be said at once.
         self._library = _kernel_library(config, progress) if self._device.type == "cpu" else None
-        layout = _kv_layout(config, self.model_config, group)
+        layout = _kv_layout(config, self.model_config, rank)
         if self._library is not None:
             layout = native_layout(layout, self.model_config)
         self.kv_cache = KVCache(layout, config.cache, device=self._device)
         placement = Placement(
-            group=group,
+            group=rank.group,
+            stage=rank.stage,
             dtype=self._dtype,
             device=self._device,
             quantization=config.quantization,
         )
         self._model = model(self.model_config, placement=placement)
-        load_weights(self._model, self._model.adapt(checkpoint), progress)
-        self._stage = self._use_kernels(group)
+        whole = None
+        if rank.stage.count > 1:
+            nowhere = replace(placement, stage=WHOLE, device=torch.device("meta"))
+            whole = model(self.model_config, placement=nowhere)
+        load_weights(self._model, self._model.adapt(checkpoint), progress, whole=whole)
+        self._stage = self._use_kernels()
 
-    def _use_kernels(self, group: Group) -> Stage | None:
+    def _use_kernels(self) -> Stage | None:
         """Pack the loaded weights; one call for all layers, where the kernels know the model."""
         if self._library is None:
             return None
         pack_weights(self._model, self._library, num_threads=self._num_threads)
         if self.kv_cache.layout.inner_order == "plain":
             return None
-        stage = fused_stage(self._model, self.model_config, group, self._library)
+        stage = fused_stage(self._model, self.model_config, self._rank, self._library)
         if stage is not None:
             # What is left for torch is small, and its waiting threads would take the cores from
             # ours for milliseconds.
@@ -118,30 +132,32 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> tuple[SequenceResult, ...]:
-        """Run the step; one result per sequence of the batch, in order."""
+        """Run the step; one result per sequence of the batch, in order. All ranks of a worker run
+        the same one; only the first rank of the last stage has results, the others return none.
+        Raises RankLostError."""
         forward = self._forward(batch)
-        hidden = forward.hidden
+        if forward is None:
+            return ()
+        results = self._read_hidden(batch, forward)
+        if self._rank.group.rank != 0:
+            return ()  # it has done its part of the group's logits; tokens are drawn once
         specs = [sequence.samples for sequence in batch.sequences if sequence.samples]
         sampled = iter(sample(forward.logits, specs, forward.likeliest) if specs else ())
-        starts = (0, *accumulate(len(sequence.token_ids) for sequence in batch.sequences))
         return tuple(
-            SequenceResult(
-                sampled=next(sampled) if sequence.samples else (),
-                prompt_logprobs=self._prompt_logprobs(sequence, hidden, start),
-                is_finite=is_finite,
-                pooled=self._pool(sequence, hidden, start, end),
-            )
-            for sequence, (start, end), is_finite in zip(
-                batch.sequences, pairwise(starts), forward.finite.tolist(), strict=True
-            )
+            result._replace(sampled=next(sampled)) if sequence.samples else result
+            for sequence, result in zip(batch.sequences, results, strict=True)
         )
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
-        """Run the step; [number of sequences with samples, vocab_size] float32."""
-        return self._forward(batch).logits
+        """Run the step; [number of sequences with samples, vocab_size] float32. On the ranks of the
+        last stage, while those before it execute the same step."""
+        forward = self._forward(batch)
+        assert forward is not None, "only the last stage has logits"
+        return forward.logits
 
-    def _forward(self, batch: Batch) -> Forward:
+    def _forward(self, batch: Batch) -> Forward | None:
+        """None: the next stage goes on."""
         cache = self.kv_cache
         cache.copy_blocks(batch.block_copies)
         block_size = cache.layout.block_size
@@ -159,18 +175,45 @@ class ModelRunner:
             dtype=self._dtype,
             num_threads=self._num_threads,
         )
-        hidden = self._model(inputs.token_ids, inputs.positions, cache.tensor, plan)
+        hidden = self._run_layers(inputs, plan)
+        if hidden is None:
+            return None
         last_rows = [
             first + n - 1 for first, n in zip(inputs.query_starts, inputs.query_lens, strict=True)
         ]
         finite = hidden[last_rows].isfinite().all(dim=1)
         return Forward(hidden, self._logits(hidden[inputs.sample_rows]), None, finite)
 
+    def _run_layers(self, inputs: ForwardInputs, plan: AttentionPlan) -> Tensor | None:
+        """[num_tokens, hidden_size] out of the model's last layer; None: this stage's went on to
+        the next one."""
+        stage, link = self._rank.stage, self._rank.link
+        before = None if link is None or stage.is_first else link.receive(len(inputs.token_ids))
+        hidden = self._model(inputs.token_ids, inputs.positions, self.kv_cache.tensor, plan, before)
+        if link is None or stage.is_last:
+            return hidden
+        link.send(hidden)
+        return None
+
     def _logits(self, rows: Tensor) -> Tensor:
         """Not asked of a model for no row: an encoder may have none to give."""
         if len(rows) == 0:
             return rows.new_empty((0, self.model_config.vocab_size), dtype=torch.float32)
         return self._model.compute_logits(rows)
+
+    def _read_hidden(self, batch: Batch, forward: Forward) -> list[SequenceResult]:
+        """Everything but the tokens."""
+        starts = (0, *accumulate(len(sequence.token_ids) for sequence in batch.sequences))
+        return [
+            SequenceResult(
+                prompt_logprobs=self._prompt_logprobs(sequence, forward.hidden, start),
+                is_finite=is_finite,
+                pooled=self._pool(sequence, forward.hidden, start, end),
+            )
+            for sequence, (start, end), is_finite in zip(
+                batch.sequences, pairwise(starts), forward.finite.tolist(), strict=True
+            )
+        ]
 
     def _prompt_logprobs(
         self, sequence: ScheduledSequence, hidden: Tensor, first: int
@@ -203,14 +246,19 @@ class ModelRunner:
         return self._model.normalize(hidden[row : row + 1])[0].float()
 
 
-def _check_parallel(config: EngineConfig, group: Group) -> None:
-    if config.parallel.pipeline_parallel_size != 1:
-        raise ConfigError("pipeline_parallel_size above 1 is not supported yet")
-    if config.parallel.tensor_parallel_size != group.size:
+def _check_parallel(config: EngineConfig, rank: Rank) -> None:
+    parallel = config.parallel
+    if parallel.tensor_parallel_size != rank.group.size:
         raise ConfigError(
-            f"tensor_parallel_size is {config.parallel.tensor_parallel_size}, "
-            f"but this rank's group has {group.size} rank(s)"
+            f"tensor_parallel_size is {parallel.tensor_parallel_size}, "
+            f"but this rank's group has {rank.group.size} rank(s)"
         )
+    if parallel.pipeline_parallel_size != rank.stage.count:
+        raise ConfigError(
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, "
+            f"but this rank is in one of {rank.stage.count} stage(s)"
+        )
+    assert (rank.link is None) == (rank.stage.count == 1), f"{rank.stage} with {rank.link}"
 
 
 def _kernel_library(config: EngineConfig, progress: Progress | None) -> ctypes.CDLL | None:
@@ -245,15 +293,17 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _kv_layout(config: EngineConfig, model_config: ModelConfig, group: Group) -> KVLayout:
-    kv_heads = kv_head_range(model_config.num_kv_heads, group.rank, group.size)
+def _kv_layout(config: EngineConfig, model_config: ModelConfig, rank: Rank) -> KVLayout:
+    kv_heads = kv_head_range(model_config.num_kv_heads, rank.group.rank, rank.group.size)
+    layers = rank.stage.layers(model_config.num_layers)
     arithmetic = "-".join(filter(None, (config.dtype, config.quantization)))
     return KVLayout(
         model=f"{model_config.fingerprint}-{arithmetic}",
         dtype=config.dtype if config.cache.dtype == "auto" else config.cache.dtype,
         block_size=config.cache.block_size,
-        first_layer=0,
-        num_layers=model_config.num_layers,
+        first_layer=layers.start,
+        num_layers=len(layers),
+        first_kv_head=kv_heads.start,
         num_kv_heads=len(kv_heads),
         head_dim=model_config.head_dim,
     )

@@ -19,7 +19,7 @@ def describe(config: WorkerConfig, executor: Executor, *, port: int) -> WorkerIn
     return WorkerInfo(
         worker_id=WorkerId(name=config.name, incarnation=secrets.token_hex(8)),
         role=config.role,
-        address=endpoint(config.advertise_host or config.host, port),
+        address=endpoint(config.dialled_host, port),
         model=config.served_model_name,
         layout=executor.layout,
         num_blocks=executor.num_blocks,

@@ -6,6 +6,7 @@ python examples/cluster_in_python.py
 import asyncio
 from contextlib import closing
 
+from core.config import WorkerPool
 from deploy.api_client import ApiClient, Message
 from deploy.config_file import Settings, cluster_config
 from deploy.local import LocalCluster
@@ -19,7 +20,7 @@ def ask(url: str, question: str) -> str:
 
 
 async def main() -> None:
-    settings = Settings(port=0, decode=2)
+    settings = Settings(port=0, decode=WorkerPool(count=2))
     async with LocalCluster(cluster_config(settings, resolve_model(settings.model))) as cluster:
         # The client blocks; the cluster needs this event loop meanwhile.
         print(await asyncio.to_thread(ask, cluster.url, "What is a piston?"))

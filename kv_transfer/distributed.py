@@ -2,14 +2,13 @@
 
 Each channel is a two-rank process group of its own: rank 0 sends, rank 1 receives. No default group
 is ever made. The receiver hosts the TCPStore where the two meet, on a socket bound to its own host
-only (a TCPStore left to itself listens on every interface).
+only (parallel/rendezvous.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -18,24 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]  # public, says its documentation
-    ProcessGroupGloo,
-    Store,
-    TCPStore,
-)
 
 from core.errors import TransferError
 from core.kv import ChannelOffer
-from kv_transfer.transport import Meeting, Transport
+from kv_transfer.transport import Transport
+from parallel import rendezvous
+from parallel.rendezvous import Store
 
 logger = logging.getLogger(__name__)
 
 SENDER, RECEIVER = 0, 1
 _TAG, _ABORT_TAG = 0, 1
 _AT_ONCE = timedelta(milliseconds=1)
-_GLOO_CONNECTS = 5
-"""gloo tries this often to reach a peer that died between the store and the pair, each time for the
-group's whole timeout."""
 
 
 class _Recv:
@@ -118,11 +111,8 @@ def _new_group(backend: str, store: Store, rank: int, host: str, timeout_s: floa
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = _seconds(left)
         return dist.ProcessGroupNCCL(store, rank, 2, nccl)
-    gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = _seconds(left / _GLOO_CONNECTS)
-    gloo._threads = 1
-    gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
-    return ProcessGroupGloo(store, rank, 2, gloo)
+    timeout_s = max(left / rendezvous.GLOO_CONNECTS, 0.001)
+    return rendezvous.gloo_backend(store, rank, 2, host=host, timeout_s=timeout_s)
 
 
 def _seconds(left: float) -> timedelta:
@@ -134,18 +124,10 @@ class _Listener:
         self._backend = backend
         self._host = host
         try:
-            listening = socket.create_server((host, 0), family=_family(host))
+            store, self.meeting = rendezvous.host_store(host)
         except OSError as error:
             raise TransferError(f"cannot listen on {host} for KV transfer") from error
-        port: int = listening.getsockname()[1]
-        self._store: Store | None = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
-        self.meeting = Meeting(host=host, port=port)
+        self._store: Store | None = store
 
     def accept(self, timeout_s: float) -> Transport:
         store = self._store
@@ -161,10 +143,6 @@ class _Listener:
         self._store = None  # a store ends with its last reference
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 class DistributedTransports:
     """Factory for one backend: "gloo" for CPU pools, "nccl" for CUDA pools."""
 
@@ -177,13 +155,8 @@ class DistributedTransports:
     def join(self, offer: ChannelOffer, host: str, timeout_s: float) -> Transport:
         deadline = time.monotonic() + timeout_s
         try:
-            store = TCPStore(
-                offer.store_host,
-                offer.store_port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-            )
+            meeting = rendezvous.Meeting(offer.store_host, offer.store_port)
+            store = rendezvous.join_store(meeting, timeout_s)
             left = deadline - time.monotonic()
             group = _new_group(self.backend, store, SENDER, host, left)
         except RuntimeError as error:

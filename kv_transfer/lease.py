@@ -63,13 +63,16 @@ class LeaseTable:
                 lease.expires = now + self._lease_s
         return tuple(unknown)
 
-    def begin(self, pull: PullRequest, now: float) -> None:
-        """Check the reference and hold the lease for one transfer. Raises StaleHandleError."""
+    def begin(self, pull: PullRequest, now: float) -> KVHandle:
+        """Check the reference and hold the lease for one transfer; returns what it refers to.
+        Raises StaleHandleError."""
         reason = self._mismatch(pull, now)
         if reason is not None:
             self.refusals[reason] += 1
             raise StaleHandleError(f"the KV reference is refused: {reason}")
-        self._leases[pull.handle_id].num_transfers += 1
+        lease = self._leases[pull.handle_id]
+        lease.num_transfers += 1
+        return lease.handle
 
     def _mismatch(self, pull: PullRequest, now: float) -> str | None:
         if pull.incarnation != self._incarnation:
@@ -81,12 +84,12 @@ class LeaseTable:
             return "released"
         if lease.expires <= now and not lease.num_transfers:
             return "expired"
-        handle, first = lease.handle, pull.first_block
+        handle = lease.handle
         if (pull.request_id, pull.attempt) != (handle.request_id, handle.attempt):
             return "another request or attempt"
-        if first < 0 or not pull.blocks or first + len(pull.blocks) > len(handle.blocks):
-            return "block range"
-        if pull.blocks != handle.blocks[first : first + len(pull.blocks)]:
+        if not 0 <= pull.first_position < handle.num_tokens:
+            return "positions"
+        if pull.blocks != handle.blocks[pull.first_position // handle.block_size :]:
             return "block id or generation"
         if pull.block_hashes != handle.block_hashes:
             return "block hash"

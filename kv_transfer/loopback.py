@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.errors import TransferError
 from core.kv import ChannelOffer
-from kv_transfer.transport import Meeting
+from parallel.rendezvous import Meeting
 
 POST_GRACE_S = 0.2
 """How long a send waits for its receive: the two ends' threads race a little."""

@@ -10,43 +10,30 @@ Locks are taken in this order: the receiver's, then a peer's.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from core.config import TransferConfig
-from core.errors import AbortedError, TransferError, TwostrokeError
-from core.kv import ChannelOffer, KVHandle, KVLayout, PullRequest
-from kv_transfer.pack import StagingBuffer, digest, reorder, scatter_blocks
-from kv_transfer.plan import message_layout, plan_messages
-from kv_transfer.transport import Transport, TransportFactory, bare
+from core.errors import AbortedError, RankLostError, TransferError, TwostrokeError
+from core.kv import KVHandle, KVLayout
+from kv_transfer.link import IDLE_S, KVOwner, OwnerLink, ReceivingRank, Wanted
+from kv_transfer.plan import plan_pieces
+from kv_transfer.transport import bare
 
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 128
 """Owners dealt with at a time: each costs two threads and a few sockets."""
-IDLE_S = 60.0
-"""A peer without jobs and leases for this long is dropped, with its threads and its channel."""
 MIN_RENEWAL_S = 0.02
 """Between two renewals, whatever a handle says of its lease."""
-SETUP_S = 10.0
-"""How long the owner may take to join a channel once it has said that it will."""
-REFUSAL_GRACE_S = 2.0
-"""When the channel breaks, how long to wait for the owner's own word on why."""
 
 
-class PeerClient(Protocol):
+class PeerClient(KVOwner, Protocol):
     """Calls to the owner of blocks. Synchronous and thread-safe; raises TwostrokeError only."""
-
-    def connect(self, offer: ChannelOffer) -> None: ...
-
-    def pull(self, pull: PullRequest) -> tuple[bytes, ...]: ...
 
     def renew(self, handle_ids: Sequence[str]) -> tuple[str, ...]: ...
 
@@ -57,6 +44,22 @@ class PeerClient(Protocol):
 
 PeerConnector = Callable[[str], PeerClient]
 """Address -> client. Must not block."""
+
+
+class RankLink(Protocol):
+    """The way of one of this worker's ranks to one owner: see kv_transfer/link.OwnerLink."""
+
+    def pull(self, wanted: Wanted, deadline: float) -> None:
+        """Raises RankLostError when it is not known whether the rank still writes."""
+        ...
+
+    def drop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+RankLinker = Callable[[], RankLink]
+"""A new link of another rank, to the owner that its pulls will name. Must not block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,50 +77,58 @@ class PullDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    handle: KVHandle
-    first_block: int
-    block_ids: tuple[int, ...]
-    bytes_per_block: int
-    """Of the receiver's own layout: what a handle says is not to be trusted."""
+    wanted: Wanted
+    layouts: tuple[KVLayout, ...]
+    """Of the ranks that pull."""
+
+    @property
+    def handle_id(self) -> str:
+        return self.wanted.handle.handle_id
 
     @property
     def key(self) -> tuple[str, int]:
-        return self.handle.request_id, self.handle.attempt
+        return self.wanted.handle.request_id, self.wanted.handle.attempt
 
     def done(self, error: TwostrokeError | None, seconds: float) -> PullDone:
-        num_blocks = len(self.block_ids) if error is None else 0
+        request_id, attempt = self.key
         return PullDone(
-            handle_id=self.handle.handle_id,
-            request_id=self.handle.request_id,
-            attempt=self.handle.attempt,
+            handle_id=self.handle_id,
+            request_id=request_id,
+            attempt=attempt,
             error=error,
-            num_blocks=num_blocks,
-            num_bytes=num_blocks * self.bytes_per_block,
+            num_blocks=len(self.wanted.block_ids) if error is None else 0,
+            num_bytes=self._num_bytes() if error is None else 0,
             seconds=seconds,
+        )
+
+    def _num_bytes(self) -> int:
+        """On the way, to all ranks."""
+        wanted = self.wanted
+        pieces = plan_pieces(wanted.handle.layouts, self.layouts) if wanted.block_ids else ()
+        return sum(
+            -(-len(wanted.positions) // piece.layout.block_size) * piece.layout.bytes_per_block
+            for piece in pieces
         )
 
 
 class KVReceiver:
     def __init__(
         self,
-        kv: Tensor,
+        rank: ReceivingRank,
         *,
-        layout: KVLayout,
-        config: TransferConfig,
-        host: str,
-        transports: TransportFactory,
         peers: PeerConnector,
-        clock: Callable[[], float],
+        other_ranks: Sequence[RankLinker] = (),
+        on_rank_lost: Callable[[str], None] = lambda _: None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self.kv = kv
-        self.layout = layout
-        self.config = config
-        self.host = host
-        self.transports = transports
-        self.clock = clock
-        self.uid = secrets.token_hex(8)
-        """Names this receiver in channel ids, so that an owner finds channels it has replaced."""
+        """`rank` is rank 0, in this process."""
+        self.rank = rank
+        self.config: TransferConfig = rank.config
+        self.clock = rank.clock
+        self.other_ranks = tuple(other_ranks)
+        self.on_rank_lost = on_rank_lost
+        """Told, from a transfer thread, why this worker must end: nobody knows whether another rank
+        still writes into the blocks of a pull, so no PullDone may ever give them free."""
         self.wake = wake
         """Called from a transfer thread when `poll` has something."""
         self._connect = peers
@@ -138,15 +149,14 @@ class KVReceiver:
             if (peer := self._peer(handle)) is not None:
                 peer.release(handle.handle_id, reason)
 
-    def start(self, handle: KVHandle, first_block: int, block_ids: Sequence[int]) -> None:
-        """Pull handle.blocks[first_block:] into `block_ids`; nothing left to pull only releases."""
-        assert first_block + len(block_ids) == len(handle.blocks), (first_block, len(block_ids))
-        job = _Job(
-            handle=handle,
-            first_block=first_block,
-            block_ids=tuple(block_ids),
-            bytes_per_block=self.layout.bytes_per_block,
-        )
+    def start(self, handle: KVHandle, first_position: int, block_ids: Sequence[int]) -> None:
+        """Pull what `handle` covers from `first_position` on, where a block of ours begins, into
+        `block_ids`, on all ranks; nothing left to pull only releases."""
+        wanted = Wanted(handle=handle, first_position=first_position, block_ids=tuple(block_ids))
+        block_size, positions = self.rank.layout.block_size, wanted.positions
+        assert first_position % block_size == 0, first_position
+        assert len(block_ids) == -(-len(positions) // block_size), (positions, len(block_ids))
+        job = _Job(wanted=wanted, layouts=self.rank.layouts)
         with self._lock:
             if (peer := self._peer(handle)) is not None:
                 peer.submit(job)
@@ -211,9 +221,9 @@ class _Peer:
     def __init__(self, receiver: KVReceiver, client: PeerClient, handle: KVHandle) -> None:
         self._receiver = receiver
         self._client = client
-        self._incarnation = handle.incarnation
-        self._layout = message_layout(handle.layout, receiver.layout)
-        """Of the messages. The owner has it from our offers: a wrong handle costs time, no more."""
+        self._links: list[RankLink] = [OwnerLink(receiver.rank, client, handle.incarnation)]
+        self._links += [new_link() for new_link in receiver.other_ranks]
+        self._pulls = ThreadPoolExecutor(len(self._links), "kv-ranks")
         self._renewal_s = max(MIN_RENEWAL_S, min(receiver.config.lease_s, handle.lease_s) / 3)
         self._state = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -225,8 +235,6 @@ class _Peer:
         """No job comes any more."""
         self._drained = False
         """No job runs any more, so no release comes either."""
-        self._channel: _Channel | None = None
-        self._num_channels = 0
         self._threads = [
             threading.Thread(target=self._move, name="kv-receive", daemon=True),
             threading.Thread(target=self._speak, name="kv-lease", daemon=True),
@@ -248,7 +256,7 @@ class _Peer:
 
     def submit(self, job: _Job) -> None:
         with self._state:
-            self._held.add(job.handle.handle_id)
+            self._held.add(job.handle_id)
             self._jobs.append(job)
             self._state.notify_all()
 
@@ -273,10 +281,9 @@ class _Peer:
             dropped, self._jobs = list(self._jobs), deque()
             for job in dropped:
                 self._finish(job, _shutting_down(), 0.0)
-            channel = self._channel
             self._state.notify_all()
-        if channel is not None:
-            channel.close()
+        for link in self._links:
+            link.close()
 
     def join(self) -> None:
         for thread in self._threads:
@@ -331,13 +338,16 @@ class _Peer:
         while (job := self._next_job()) is not None:
             started = clock()
             error = self._attempt(job, started + self._receiver.config.timeout_s)
-            if error is not None:
-                self._drop_channel()
+            if isinstance(error, RankLostError):
+                self._receiver.on_rank_lost(error.message)
+                break
             seconds = clock() - started
             self._finish(job, error, seconds)
             if error is not None and seconds >= self._receiver.config.timeout_s:
                 self._fail_queued(error)
-        self._drop_channel()
+        for link in self._links:
+            link.close()
+        self._pulls.shutdown(wait=False)
         with self._state:
             self._drained = True
             self._state.notify_all()
@@ -364,14 +374,14 @@ class _Peer:
             self._receiver.retire(self)
 
     def _finish(self, job: _Job, error: TwostrokeError | None, seconds: float) -> None:
-        self.release(job.handle.handle_id, "received" if error is None else error.code)
+        self.release(job.handle_id, "received" if error is None else error.code)
         self._receiver.finished(job.done(error, seconds))
 
     def _attempt(self, job: _Job, deadline: float) -> TwostrokeError | None:
         """Why the job failed."""
         try:
-            if job.block_ids:
-                self._transfer(job, self._open_channel(deadline), deadline)
+            if job.wanted.block_ids:
+                self._pull(job.wanted, deadline)
         except Exception as error:
             if self._closed:
                 return _shutting_down()
@@ -381,143 +391,19 @@ class _Peer:
             return TransferError(f"the KV transfer failed: {type(error).__name__}")
         return None
 
-    def _transfer(self, job: _Job, channel: _Channel, deadline: float) -> None:
-        receiver = self._receiver
-        incoming = _Incoming(receiver, channel, job)
-        incoming.post(0)  # before the owner is told: NCCL's rule
-        reply = channel.ask(self._client, job)
+    def _pull(self, wanted: Wanted, deadline: float) -> None:
+        """All ranks at once. Returns or raises when none of them writes any more."""
+        first, *others = self._links
+        pulls = [self._pulls.submit(link.pull, wanted, deadline) for link in others]
         try:
-            sums = incoming.receive(deadline)
-            expected = reply.result(max(0.0, deadline - receiver.clock()))
-        except TimeoutError:
-            raise TransferError("the KV owner sent its blocks and no word") from None
-        except TransferError:
-            if not self._closed:
-                _raise_owners_reason(reply, deadline - receiver.clock())
+            first.pull(wanted, deadline)
+            for pull in wait(pulls, return_when=FIRST_EXCEPTION).done:
+                pull.result()
+        except BaseException:
+            for link in others:
+                link.drop()
+            wait(pulls)
+            for pull in pulls:
+                if isinstance(error := pull.exception(), RankLostError):
+                    raise error from None
             raise
-        if receiver.config.verify_checksum and not expected:
-            raise TransferError("this worker compares checksums and the KV owner sends none")
-        if receiver.config.verify_checksum and sums != expected:
-            raise TransferError("the KV arrived with another checksum than it was sent with")
-
-    def _open_channel(self, deadline: float) -> _Channel:
-        """The channel in use, unless the owner may have closed it as idle, or a new one."""
-        now = self._receiver.clock()
-        if self._channel is not None and now - self._channel.last_used > IDLE_S:
-            self._drop_channel()
-        channel = self._channel or self._new_channel(deadline)
-        channel.last_used = now
-        with self._state:
-            self._channel = channel
-            if self._closed:
-                raise _shutting_down()
-        return channel
-
-    def _new_channel(self, deadline: float) -> _Channel:
-        """Offer, let the owner check and join, meet it. Raises HandshakeRefusedError."""
-        receiver = self._receiver
-        self._num_channels += 1
-        channel_id = f"{receiver.uid}.{id(self):x}.{self._num_channels}"
-        listener = receiver.transports.listen(channel_id, receiver.host)
-        offer = ChannelOffer(
-            channel_id=channel_id,
-            backend=receiver.transports.backend,
-            store_host=listener.meeting.host,
-            store_port=listener.meeting.port,
-            layout=self._layout,
-            incarnation=self._incarnation,
-            max_message_bytes=receiver.config.max_message_bytes,
-        )
-        try:
-            self._client.connect(offer)
-            transport = listener.accept(min(SETUP_S, deadline - receiver.clock()))
-        finally:
-            listener.close()
-        return _Channel(channel_id, transport, receiver.kv, self._layout.inner_order)
-
-    def _drop_channel(self) -> None:
-        with self._state:
-            channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
-
-
-def _raise_owners_reason(reply: Future[tuple[bytes, ...]], timeout_s: float) -> None:
-    """The owner's refusal says more than the broken channel it caused."""
-    try:
-        reply.result(min(REFUSAL_GRACE_S, max(0.0, timeout_s)))
-    except TimeoutError:
-        return
-
-
-class _Channel:
-    """Our end of a channel, with all that must not outlive it: its staging memory, which a late
-    message could still write, and the thread that waits for the owner's reply."""
-
-    def __init__(self, channel_id: str, transport: Transport, kv: Tensor, inner_order: str) -> None:
-        self.channel_id = channel_id
-        self.transport = transport
-        self.inner_order = inner_order
-        """Of the messages."""
-        self.staging = (StagingBuffer(kv), StagingBuffer(kv))
-        self.last_used = 0.0
-        self._num_transfers = 0
-        self._calls = ThreadPoolExecutor(1, "kv-pull")
-
-    def ask(self, client: PeerClient, job: _Job) -> Future[tuple[bytes, ...]]:
-        """Tell the owner to send. A refusal breaks the channel: nothing will come."""
-        self._num_transfers += 1
-        pull = PullRequest(
-            handle_id=job.handle.handle_id,
-            request_id=job.handle.request_id,
-            attempt=job.handle.attempt,
-            incarnation=job.handle.incarnation,
-            channel_id=self.channel_id,
-            transfer_id=self._num_transfers,
-            first_block=job.first_block,
-            blocks=job.handle.blocks[job.first_block :],
-            block_hashes=job.handle.block_hashes,
-        )
-        reply = self._calls.submit(client.pull, pull)
-        reply.add_done_callback(self._close_if_failed)
-        return reply
-
-    def _close_if_failed(self, reply: Future[tuple[bytes, ...]]) -> None:
-        if reply.exception() is not None:
-            self.transport.close()
-
-    def close(self) -> None:
-        self.transport.close()
-        self._calls.shutdown(wait=False)
-
-
-class _Incoming:
-    """The messages of one pull: while one is scattered, the next is already being received."""
-
-    def __init__(self, receiver: KVReceiver, channel: _Channel, job: _Job) -> None:
-        self._receiver = receiver
-        self._channel = channel
-        self._block_ids = job.block_ids
-        self._parts = plan_messages(
-            len(job.block_ids), receiver.layout.bytes_per_block, receiver.config.max_message_bytes
-        )
-
-    def post(self, index: int) -> None:
-        if index < len(self._parts):
-            staging = self._channel.staging[index % 2]
-            self._message = staging.message(len(self._parts[index]))
-            self._pending = self._channel.transport.post_recv(self._message)
-
-    def receive(self, deadline: float) -> tuple[bytes, ...]:
-        """Take all messages into the destination blocks; returns their digests. The blocks are
-        nobody's but this pull's until its checksums are compared, so writing them early is safe."""
-        receiver, sums = self._receiver, []
-        for index, part in enumerate(self._parts):
-            self._pending.wait(deadline - receiver.clock())
-            message = self._message
-            self.post(index + 1)
-            if receiver.config.verify_checksum:
-                sums.append(digest(message))
-            reorder(message, self._channel.inner_order, receiver.layout.inner_order)
-            scatter_blocks(message, receiver.kv, self._block_ids[part.start : part.stop])
-        return tuple(sums)

@@ -7,13 +7,13 @@ built under a fresh id. Every failure is a TransferError.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from core.errors import TwostrokeError, error_from_code
 from core.kv import ChannelOffer
+from parallel.rendezvous import Meeting
 
 
 class PendingRecv(Protocol):
@@ -32,14 +32,6 @@ class Transport(Protocol):
     def close(self) -> None:
         """From any thread, idempotent. Pending operations of both ends fail at once; when it
         returns, nothing writes into the tensor of a receive posted here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where the two ends of a new channel find each other."""
-
-    host: str
-    port: int
 
 
 class Listener(Protocol):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]  # public
+
+from parallel.rendezvous import Store, gloo_backend, rank_lost
 
 
 class _Work(Protocol):
@@ -24,7 +24,8 @@ class _Backend(Protocol):
 
 
 class DistributedGroup:
-    """A Group (parallel.groups) over one backend of torch.distributed."""
+    """A Group (parallel.groups) over one backend of torch.distributed. Raises RankLostError when
+    one of the others is gone, or has not come within the group's timeout."""
 
     def __init__(self, backend: _Backend) -> None:
         self._backend = backend
@@ -33,19 +34,27 @@ class DistributedGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
-        self._backend.allreduce([tensor]).wait()
+        try:
+            self._backend.allreduce([tensor]).wait()
+        except RuntimeError as error:
+            raise rank_lost(error) from None
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._backend.allgather([list(gathered)], [tensor.contiguous()]).wait()
+        try:
+            self._backend.allgather([list(gathered)], [tensor.contiguous()]).wait()
+        except RuntimeError as error:
+            raise rank_lost(error) from None
         return gathered
 
 
-def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> DistributedGroup:
+def gloo_group(
+    store: Store, rank: int, size: int, timeout_s: float, *, host: str = "127.0.0.1"
+) -> DistributedGroup:
     """Joins the group that meets in `store`, which serves no other group; returns when all ranks
-    have joined."""
-    backend = ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    have joined. `host`: of this rank's own sockets."""
+    backend = gloo_backend(store, rank, size, host=host, timeout_s=timeout_s)
     group = DistributedGroup(cast(_Backend, backend))
     # A rank that is done connecting and leaves at once breaks those that still connect: meet first.
     group.all_reduce(torch.zeros(1))

@@ -1,12 +1,14 @@
 """Which part of a model a rank holds. Pure arithmetic: weights and KV transfer both ask here, so
 the two can never disagree.
 
-Every function takes (whole, rank, size) and returns the range of indices of that rank.
+Every `*_range` takes (whole, rank, size) and returns the range of indices of that rank.
 """
 
 from __future__ import annotations
 
+from core.config import ParallelConfig
 from core.errors import ConfigError
+from core.model_config import ModelConfig
 
 
 def _check_rank(rank: int, size: int) -> None:
@@ -63,3 +65,12 @@ def vocab_shard_size(vocab_size: int, size: int) -> int:
     """Rows that each rank stores: equal on all ranks (zero-padded), so that shards can be gathered
     into one tensor."""
     return -(-vocab_size // size)
+
+
+def check_shape(model: ModelConfig, shape: ParallelConfig) -> None:
+    """Raises ConfigError when `model` cannot be split so, with the reason."""
+    layer_range(model.num_layers, 0, shape.pipeline_parallel_size)
+    size = shape.tensor_parallel_size
+    head_range(model.num_attention_heads, 0, size)
+    kv_head_range(model.num_kv_heads, 0, size)
+    even_range(model.intermediate_size, 0, size, "features between a layer's matrices")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 from core.config import WorkerConfig
 from core.worker import Progress, WorkerInfo
 from engine.block_pool import BlockPool
-from engine.executor import LocalExecutor
+from engine.distributed_executor import LaunchRanks
+from engine.executor import Executor, open_executor
 from engine.reporter import describe
 from kv_transfer.distributed import DistributedTransports
+from kv_transfer.rank_client import RankClient
+from kv_transfer.rank_sender import RankSender
 from kv_transfer.sender import KVSender
 from prefill_workers.service import KVPeerServicer
 from prefill_workers.worker import PrefillWorker
@@ -19,11 +23,19 @@ from protocol.worker_server import WorkerServer
 
 
 class PrefillServer:
-    """`start`, then `wait`, then `stop`. `progress(what, fraction)` is told of loading weights."""
+    """`start`, then `wait`, then `stop`. `progress(what, fraction)` is told of loading weights;
+    `launch_ranks` starts the other ranks of a worker that has several."""
 
-    def __init__(self, config: WorkerConfig, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        progress: Progress | None = None,
+        launch_ranks: LaunchRanks | None = None,
+    ) -> None:
         self._config = config
         self._progress = progress
+        self._launch_ranks = launch_ranks
 
     async def start(self) -> WorkerInfo:
         """Raises ConfigError for a bad model, shape or a taken port, and leaves nothing behind."""
@@ -34,20 +46,38 @@ class PrefillServer:
 
     async def _start(self, config: WorkerConfig) -> None:
         port = self._server.bind(config.host, config.port)
-        self.executor = await asyncio.to_thread(
-            LocalExecutor.from_config, config.engine, self._progress
+        self.executor: Executor = await self._server.open(
+            partial(
+                open_executor,
+                config.engine,
+                host=config.dialled_host,
+                launch_ranks=self._launch_ranks,
+                on_death=self._server.fail,
+                progress=self._progress,
+            )
         )
         self.info = describe(config, self.executor, port=port)
         self.pool = BlockPool.for_cache(self.executor.num_blocks, config.engine.cache)
-        self.sender = KVSender(
+        transports = DistributedTransports(config.transfer.backend)
+        here = RankSender(
             self.executor.kv_cache.tensor,
             layout=self.executor.layout,
+            host=config.dialled_host,
+            config=config.transfer,
+            transports=transports,
+            clock=time.monotonic,
+        )
+        token, timeout_s = self.executor.rank_token, config.transfer.timeout_s
+        addresses = self.executor.rank_addresses
+        others = [RankClient(address, token, timeout_s) for address in addresses]
+        self.sender = KVSender(
+            [here, *others],
+            layouts=self.executor.layouts,
             incarnation=self.info.worker_id.incarnation,
             worker=config.name,
             address=self.info.address,
-            host=config.advertise_host or config.host,
             config=config.transfer,
-            transports=DistributedTransports(config.transfer.backend),
+            backend=transports.backend,
             clock=time.monotonic,
         )
         self.worker = PrefillWorker(

@@ -23,18 +23,23 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
-MAX_CONCURRENT_TRANSFERS = 64
-"""Threads for pulls; each blocks while bytes move. A decode worker has one pull at a time here."""
+MAX_CONCURRENT_TRANSFERS = 256
+"""Threads for pulls; each blocks while bytes move. A decode worker has one at a time here for each
+of its ranks and each of ours that holds something for it."""
+MAX_CONCURRENT_CONNECTS = 8
+"""Threads for connects, which may not wait for pulls: they ask our other ranks, for moments."""
 
 
 class KVPeerServicer(worker_pb2_grpc.KVPeerServicer):
     def __init__(self, sender: KVSender) -> None:
         self._sender = sender
-        self._threads = ThreadPoolExecutor(MAX_CONCURRENT_TRANSFERS, "kv-send")
+        self._pulls = ThreadPoolExecutor(MAX_CONCURRENT_TRANSFERS, "kv-send")
+        self._connects = ThreadPoolExecutor(MAX_CONCURRENT_CONNECTS, "kv-connect")
 
     async def Connect(self, request: pb.ChannelOffer, context: Context) -> pb.ConnectReply:
         try:
-            self._sender.connect(offer_from_proto(request))
+            offer = offer_from_proto(request)
+            await _off_the_loop(self._connects, lambda: self._sender.connect(offer))
         except TwostrokeError as error:
             logger.warning("refused a channel from %s: %s", context.peer(), error)
             return pb.ConnectReply(error=error_to_proto(error))
@@ -42,7 +47,8 @@ class KVPeerServicer(worker_pb2_grpc.KVPeerServicer):
 
     async def Pull(self, request: pb.PullRequest, context: Context) -> pb.PullReply:
         try:
-            sums = await self._blocking(lambda: self._sender.pull(pull_from_proto(request)))
+            pull = pull_from_proto(request)
+            sums = await _off_the_loop(self._pulls, lambda: self._sender.pull(pull))
         except TwostrokeError as error:
             logger.warning("pull of %s failed: %s", request.handle_id, error)
             return pb.PullReply(error=error_to_proto(error))
@@ -59,16 +65,17 @@ class KVPeerServicer(worker_pb2_grpc.KVPeerServicer):
             self._sender.release(handle_id, request.reason)
         return pb.ReleaseReply()
 
-    async def _blocking(self, call: Callable[[], T]) -> T:
-        """Run off the event loop; what nobody foresaw becomes an InternalError with a log entry."""
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, call)
-        except TwostrokeError:
-            raise
-        except Exception as error:
-            logger.exception("a KVPeer call failed")
-            raise InternalError("the KV owner failed to serve the call") from error
-
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._pulls, self._connects):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _off_the_loop(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+    """What nobody foresaw becomes an InternalError with a log entry."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
+    except TwostrokeError:
+        raise
+    except Exception as error:
+        logger.exception("a KVPeer call failed")
+        raise InternalError("the KV owner failed to serve the call") from error

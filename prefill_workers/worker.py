@@ -10,7 +10,13 @@ import logging
 from collections.abc import Callable
 
 from core.config import EngineConfig
-from core.errors import ContextLengthError, InvalidRequestError, StepFailedError, TwostrokeError
+from core.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    RankLostError,
+    StepFailedError,
+    TwostrokeError,
+)
 from core.kv import KVHandle
 from core.lifetime import PrefillTimes
 from core.prefix import hash_root
@@ -57,6 +63,8 @@ class PrefillWorker:
             return StepResult([], worked=False)
         try:
             results = self._executor.execute(Batch(sequences=tuple(shares)))
+        except RankLostError:
+            raise  # the end of this worker
         except Exception as error:
             logger.exception("a prefill step failed")
             return StepResult(self._fail(shares, error), worked=True)

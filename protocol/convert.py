@@ -16,6 +16,9 @@ from core.sampling_params import SamplingParams
 from core.worker import WorkerId, WorkerInfo, WorkerReport, WorkerRole
 from protocol import worker_pb2 as pb
 
+MAX_RANKS = 1024
+"""Of one worker."""
+
 
 def error_to_proto(error: TwostrokeError) -> pb.Error:
     return pb.Error(code=error.code, message=error.message, param=error.param or "")
@@ -99,6 +102,7 @@ def layout_from_proto(message: pb.KVLayout) -> KVLayout:
         block_size=message.block_size,
         first_layer=message.first_layer,
         num_layers=message.num_layers,
+        first_kv_head=message.first_kv_head,
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
         inner_order=message.inner_order,
@@ -120,6 +124,15 @@ def _hashes(values: Sequence[bytes]) -> tuple[BlockHash, ...]:
     return tuple(BlockHash(value) for value in values)
 
 
+def _layouts(messages: Sequence[pb.KVLayout]) -> tuple[KVLayout, ...]:
+    if not 1 <= len(messages) <= MAX_RANKS:
+        raise InvalidRequestError(
+            f"a handle has the layouts of 1 to {MAX_RANKS} ranks, not {len(messages)}",
+            param="layouts",
+        )
+    return tuple(map(layout_from_proto, messages))
+
+
 def handle_to_proto(handle: KVHandle) -> pb.KVHandle:
     return pb.KVHandle(
         handle_id=handle.handle_id,
@@ -128,7 +141,7 @@ def handle_to_proto(handle: KVHandle) -> pb.KVHandle:
         worker=handle.worker,
         incarnation=handle.incarnation,
         address=handle.address,
-        layout=layout_to_proto(handle.layout),
+        layouts=map(layout_to_proto, handle.layouts),
         block_ids=[block.block_id for block in handle.blocks],
         block_generations=[block.generation for block in handle.blocks],
         block_hashes=handle.block_hashes,
@@ -145,7 +158,7 @@ def handle_from_proto(message: pb.KVHandle) -> KVHandle:
         worker=message.worker,
         incarnation=message.incarnation,
         address=message.address,
-        layout=layout_from_proto(message.layout),
+        layouts=_layouts(message.layouts),
         blocks=_refs(message.block_ids, message.block_generations),
         block_hashes=_hashes(message.block_hashes),
         num_tokens=message.num_tokens,
@@ -162,6 +175,7 @@ def offer_to_proto(offer: ChannelOffer) -> pb.ChannelOffer:
         layout=layout_to_proto(offer.layout),
         incarnation=offer.incarnation,
         max_message_bytes=offer.max_message_bytes,
+        source=offer.source,
     )
 
 
@@ -174,6 +188,7 @@ def offer_from_proto(message: pb.ChannelOffer) -> ChannelOffer:
         layout=layout_from_proto(message.layout),
         incarnation=message.incarnation,
         max_message_bytes=message.max_message_bytes,
+        source=message.source,
     )
 
 
@@ -185,7 +200,7 @@ def pull_to_proto(pull: PullRequest) -> pb.PullRequest:
         incarnation=pull.incarnation,
         channel_id=pull.channel_id,
         transfer_id=pull.transfer_id,
-        first_block=pull.first_block,
+        first_position=pull.first_position,
         block_ids=[block.block_id for block in pull.blocks],
         block_generations=[block.generation for block in pull.blocks],
         block_hashes=pull.block_hashes,
@@ -200,7 +215,7 @@ def pull_from_proto(message: pb.PullRequest) -> PullRequest:
         incarnation=message.incarnation,
         channel_id=message.channel_id,
         transfer_id=message.transfer_id,
-        first_block=message.first_block,
+        first_position=message.first_position,
         blocks=_refs(message.block_ids, message.block_generations),
         block_hashes=_hashes(message.block_hashes),
     )

@@ -426,6 +426,7 @@ class KVLayout(google.protobuf.message.Message):
     NUM_KV_HEADS_FIELD_NUMBER: builtins.int
     HEAD_DIM_FIELD_NUMBER: builtins.int
     INNER_ORDER_FIELD_NUMBER: builtins.int
+    FIRST_KV_HEAD_FIELD_NUMBER: builtins.int
     model: builtins.str
     dtype: builtins.str
     block_size: builtins.int
@@ -434,6 +435,7 @@ class KVLayout(google.protobuf.message.Message):
     num_kv_heads: builtins.int
     head_dim: builtins.int
     inner_order: builtins.str
+    first_kv_head: builtins.int
     def __init__(
         self,
         *,
@@ -445,8 +447,9 @@ class KVLayout(google.protobuf.message.Message):
         num_kv_heads: builtins.int = ...,
         head_dim: builtins.int = ...,
         inner_order: builtins.str = ...,
+        first_kv_head: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "dtype", b"dtype", "first_layer", b"first_layer", "head_dim", b"head_dim", "inner_order", b"inner_order", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "dtype", b"dtype", "first_kv_head", b"first_kv_head", "first_layer", b"first_layer", "head_dim", b"head_dim", "inner_order", b"inner_order", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]) -> None: ...
 
 global___KVLayout = KVLayout
 
@@ -462,7 +465,7 @@ class KVHandle(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
-    LAYOUT_FIELD_NUMBER: builtins.int
+    LAYOUTS_FIELD_NUMBER: builtins.int
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     BLOCK_GENERATIONS_FIELD_NUMBER: builtins.int
     BLOCK_HASHES_FIELD_NUMBER: builtins.int
@@ -477,7 +480,7 @@ class KVHandle(google.protobuf.message.Message):
     num_tokens: builtins.int
     lease_s: builtins.float
     @property
-    def layout(self) -> global___KVLayout: ...
+    def layouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KVLayout]: ...
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -493,15 +496,14 @@ class KVHandle(google.protobuf.message.Message):
         worker: builtins.str = ...,
         incarnation: builtins.str = ...,
         address: builtins.str = ...,
-        layout: global___KVLayout | None = ...,
+        layouts: collections.abc.Iterable[global___KVLayout] | None = ...,
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
         block_generations: collections.abc.Iterable[builtins.int] | None = ...,
         block_hashes: collections.abc.Iterable[builtins.bytes] | None = ...,
         num_tokens: builtins.int = ...,
         lease_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "attempt", b"attempt", "block_generations", b"block_generations", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "handle_id", b"handle_id", "incarnation", b"incarnation", "layout", b"layout", "lease_s", b"lease_s", "num_tokens", b"num_tokens", "request_id", b"request_id", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "attempt", b"attempt", "block_generations", b"block_generations", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "handle_id", b"handle_id", "incarnation", b"incarnation", "layouts", b"layouts", "lease_s", b"lease_s", "num_tokens", b"num_tokens", "request_id", b"request_id", "worker", b"worker"]) -> None: ...
 
 global___KVHandle = KVHandle
 
@@ -516,12 +518,14 @@ class ChannelOffer(google.protobuf.message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
     channel_id: builtins.str
     backend: builtins.str
     store_host: builtins.str
     store_port: builtins.int
     incarnation: builtins.str
     max_message_bytes: builtins.int
+    source: builtins.int
     @property
     def layout(self) -> global___KVLayout: ...
     def __init__(
@@ -534,9 +538,10 @@ class ChannelOffer(google.protobuf.message.Message):
         layout: global___KVLayout | None = ...,
         incarnation: builtins.str = ...,
         max_message_bytes: builtins.int = ...,
+        source: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["layout", b"layout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "channel_id", b"channel_id", "incarnation", b"incarnation", "layout", b"layout", "max_message_bytes", b"max_message_bytes", "store_host", b"store_host", "store_port", b"store_port"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "channel_id", b"channel_id", "incarnation", b"incarnation", "layout", b"layout", "max_message_bytes", b"max_message_bytes", "source", b"source", "store_host", b"store_host", "store_port", b"store_port"]) -> None: ...
 
 global___ChannelOffer = ChannelOffer
 
@@ -567,7 +572,7 @@ class PullRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     CHANNEL_ID_FIELD_NUMBER: builtins.int
     TRANSFER_ID_FIELD_NUMBER: builtins.int
-    FIRST_BLOCK_FIELD_NUMBER: builtins.int
+    FIRST_POSITION_FIELD_NUMBER: builtins.int
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     BLOCK_GENERATIONS_FIELD_NUMBER: builtins.int
     BLOCK_HASHES_FIELD_NUMBER: builtins.int
@@ -577,7 +582,7 @@ class PullRequest(google.protobuf.message.Message):
     incarnation: builtins.str
     channel_id: builtins.str
     transfer_id: builtins.int
-    first_block: builtins.int
+    first_position: builtins.int
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -593,12 +598,12 @@ class PullRequest(google.protobuf.message.Message):
         incarnation: builtins.str = ...,
         channel_id: builtins.str = ...,
         transfer_id: builtins.int = ...,
-        first_block: builtins.int = ...,
+        first_position: builtins.int = ...,
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
         block_generations: collections.abc.Iterable[builtins.int] | None = ...,
         block_hashes: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "block_generations", b"block_generations", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "channel_id", b"channel_id", "first_block", b"first_block", "handle_id", b"handle_id", "incarnation", b"incarnation", "request_id", b"request_id", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "block_generations", b"block_generations", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "channel_id", b"channel_id", "first_position", b"first_position", "handle_id", b"handle_id", "incarnation", b"incarnation", "request_id", b"request_id", "transfer_id", b"transfer_id"]) -> None: ...
 
 global___PullRequest = PullRequest
 
@@ -845,3 +850,140 @@ class DecodeTimes(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["decode_s", b"decode_s", "num_cached_blocks", b"num_cached_blocks", "num_pulled_blocks", b"num_pulled_blocks", "num_pulled_bytes", b"num_pulled_bytes", "num_steps", b"num_steps", "queue_s", b"queue_s", "transfer_s", b"transfer_s"]) -> None: ...
 
 global___DecodeTimes = DecodeTimes
+
+@typing.final
+class RankConnect(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFER_FIELD_NUMBER: builtins.int
+    REPLACED_FIELD_NUMBER: builtins.int
+    @property
+    def offer(self) -> global___ChannelOffer: ...
+    @property
+    def replaced(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """ids of channels to be closed first"""
+
+    def __init__(
+        self,
+        *,
+        offer: global___ChannelOffer | None = ...,
+        replaced: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["offer", b"offer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["offer", b"offer", "replaced", b"replaced"]) -> None: ...
+
+global___RankConnect = RankConnect
+
+@typing.final
+class RankSend(google.protobuf.message.Message):
+    """Positions [first_position, end_position) are counted from the first of the blocks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHANNEL_ID_FIELD_NUMBER: builtins.int
+    BLOCK_IDS_FIELD_NUMBER: builtins.int
+    FIRST_POSITION_FIELD_NUMBER: builtins.int
+    END_POSITION_FIELD_NUMBER: builtins.int
+    channel_id: builtins.str
+    first_position: builtins.int
+    end_position: builtins.int
+    @property
+    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        channel_id: builtins.str = ...,
+        block_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        first_position: builtins.int = ...,
+        end_position: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "channel_id", b"channel_id", "end_position", b"end_position", "first_position", b"first_position"]) -> None: ...
+
+global___RankSend = RankSend
+
+@typing.final
+class RankDrop(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHANNEL_ID_FIELD_NUMBER: builtins.int
+    channel_id: builtins.str
+    def __init__(
+        self,
+        *,
+        channel_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["channel_id", b"channel_id"]) -> None: ...
+
+global___RankDrop = RankDrop
+
+@typing.final
+class RankPull(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    FIRST_POSITION_FIELD_NUMBER: builtins.int
+    BLOCK_IDS_FIELD_NUMBER: builtins.int
+    TIMEOUT_S_FIELD_NUMBER: builtins.int
+    LINK_ID_FIELD_NUMBER: builtins.int
+    first_position: builtins.int
+    timeout_s: builtins.float
+    link_id: builtins.str
+    """all pulls over one link are from one incarnation of one owner"""
+    @property
+    def handle(self) -> global___KVHandle: ...
+    @property
+    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        handle: global___KVHandle | None = ...,
+        first_position: builtins.int = ...,
+        block_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        timeout_s: builtins.float = ...,
+        link_id: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["handle", b"handle"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "first_position", b"first_position", "handle", b"handle", "link_id", b"link_id", "timeout_s", b"timeout_s"]) -> None: ...
+
+global___RankPull = RankPull
+
+@typing.final
+class RankDropLink(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: builtins.int
+    FOR_GOOD_FIELD_NUMBER: builtins.int
+    link_id: builtins.str
+    for_good: builtins.bool
+    def __init__(
+        self,
+        *,
+        link_id: builtins.str = ...,
+        for_good: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["for_good", b"for_good", "link_id", b"link_id"]) -> None: ...
+
+global___RankDropLink = RankDropLink
+
+@typing.final
+class RankReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
+    @property
+    def error(self) -> global___Error: ...
+    @property
+    def checksums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """of Send"""
+
+    def __init__(
+        self,
+        *,
+        error: global___Error | None = ...,
+        checksums: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "error", b"error"]) -> None: ...
+
+global___RankReply = RankReply

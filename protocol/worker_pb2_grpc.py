@@ -299,3 +299,253 @@ class KVPeer(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class KVRankStub(object):
+    """Served by each rank of a worker but the first, for its rank 0 alone.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Connect = channel.unary_unary(
+                '/twostroke.worker.v1.KVRank/Connect',
+                request_serializer=protocol_dot_worker__pb2.RankConnect.SerializeToString,
+                response_deserializer=protocol_dot_worker__pb2.RankReply.FromString,
+                _registered_method=True)
+        self.Send = channel.unary_unary(
+                '/twostroke.worker.v1.KVRank/Send',
+                request_serializer=protocol_dot_worker__pb2.RankSend.SerializeToString,
+                response_deserializer=protocol_dot_worker__pb2.RankReply.FromString,
+                _registered_method=True)
+        self.Drop = channel.unary_unary(
+                '/twostroke.worker.v1.KVRank/Drop',
+                request_serializer=protocol_dot_worker__pb2.RankDrop.SerializeToString,
+                response_deserializer=protocol_dot_worker__pb2.RankReply.FromString,
+                _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/twostroke.worker.v1.KVRank/Pull',
+                request_serializer=protocol_dot_worker__pb2.RankPull.SerializeToString,
+                response_deserializer=protocol_dot_worker__pb2.RankReply.FromString,
+                _registered_method=True)
+        self.DropLink = channel.unary_unary(
+                '/twostroke.worker.v1.KVRank/DropLink',
+                request_serializer=protocol_dot_worker__pb2.RankDropLink.SerializeToString,
+                response_deserializer=protocol_dot_worker__pb2.RankReply.FromString,
+                _registered_method=True)
+
+
+class KVRankServicer(object):
+    """Served by each rank of a worker but the first, for its rank 0 alone.
+    """
+
+    def Connect(self, request, context):
+        """Of an owner of blocks: rank 0 has checked the offer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Send(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drop(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pull(self, request, context):
+        """Of a receiver: pull this rank's pieces of a handle. Ends when they are here, or will not come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropLink(self, request, context):
+        """Break what is being pulled from that owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KVRankServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Connect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Connect,
+                    request_deserializer=protocol_dot_worker__pb2.RankConnect.FromString,
+                    response_serializer=protocol_dot_worker__pb2.RankReply.SerializeToString,
+            ),
+            'Send': grpc.unary_unary_rpc_method_handler(
+                    servicer.Send,
+                    request_deserializer=protocol_dot_worker__pb2.RankSend.FromString,
+                    response_serializer=protocol_dot_worker__pb2.RankReply.SerializeToString,
+            ),
+            'Drop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drop,
+                    request_deserializer=protocol_dot_worker__pb2.RankDrop.FromString,
+                    response_serializer=protocol_dot_worker__pb2.RankReply.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=protocol_dot_worker__pb2.RankPull.FromString,
+                    response_serializer=protocol_dot_worker__pb2.RankReply.SerializeToString,
+            ),
+            'DropLink': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropLink,
+                    request_deserializer=protocol_dot_worker__pb2.RankDropLink.FromString,
+                    response_serializer=protocol_dot_worker__pb2.RankReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'twostroke.worker.v1.KVRank', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('twostroke.worker.v1.KVRank', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KVRank(object):
+    """Served by each rank of a worker but the first, for its rank 0 alone.
+    """
+
+    @staticmethod
+    def Connect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.worker.v1.KVRank/Connect',
+            protocol_dot_worker__pb2.RankConnect.SerializeToString,
+            protocol_dot_worker__pb2.RankReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Send(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.worker.v1.KVRank/Send',
+            protocol_dot_worker__pb2.RankSend.SerializeToString,
+            protocol_dot_worker__pb2.RankReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.worker.v1.KVRank/Drop',
+            protocol_dot_worker__pb2.RankDrop.SerializeToString,
+            protocol_dot_worker__pb2.RankReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.worker.v1.KVRank/Pull',
+            protocol_dot_worker__pb2.RankPull.SerializeToString,
+            protocol_dot_worker__pb2.RankReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropLink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.worker.v1.KVRank/DropLink',
+            protocol_dot_worker__pb2.RankDropLink.SerializeToString,
+            protocol_dot_worker__pb2.RankReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

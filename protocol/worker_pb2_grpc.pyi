@@ -130,3 +130,109 @@ class KVPeerServicer(metaclass=abc.ABCMeta):
         """The blocks arrived, or nobody will ask for them any more."""
 
 def add_KVPeerServicer_to_server(servicer: KVPeerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+
+class KVRankStub:
+    """Served by each rank of a worker but the first, for its rank 0 alone."""
+
+    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
+    Connect: grpc.UnaryUnaryMultiCallable[
+        protocol.worker_pb2.RankConnect,
+        protocol.worker_pb2.RankReply,
+    ]
+    """Of an owner of blocks: rank 0 has checked the offer."""
+
+    Send: grpc.UnaryUnaryMultiCallable[
+        protocol.worker_pb2.RankSend,
+        protocol.worker_pb2.RankReply,
+    ]
+
+    Drop: grpc.UnaryUnaryMultiCallable[
+        protocol.worker_pb2.RankDrop,
+        protocol.worker_pb2.RankReply,
+    ]
+
+    Pull: grpc.UnaryUnaryMultiCallable[
+        protocol.worker_pb2.RankPull,
+        protocol.worker_pb2.RankReply,
+    ]
+    """Of a receiver: pull this rank's pieces of a handle. Ends when they are here, or will not come."""
+
+    DropLink: grpc.UnaryUnaryMultiCallable[
+        protocol.worker_pb2.RankDropLink,
+        protocol.worker_pb2.RankReply,
+    ]
+    """Break what is being pulled from that owner."""
+
+class KVRankAsyncStub:
+    """Served by each rank of a worker but the first, for its rank 0 alone."""
+
+    Connect: grpc.aio.UnaryUnaryMultiCallable[
+        protocol.worker_pb2.RankConnect,
+        protocol.worker_pb2.RankReply,
+    ]
+    """Of an owner of blocks: rank 0 has checked the offer."""
+
+    Send: grpc.aio.UnaryUnaryMultiCallable[
+        protocol.worker_pb2.RankSend,
+        protocol.worker_pb2.RankReply,
+    ]
+
+    Drop: grpc.aio.UnaryUnaryMultiCallable[
+        protocol.worker_pb2.RankDrop,
+        protocol.worker_pb2.RankReply,
+    ]
+
+    Pull: grpc.aio.UnaryUnaryMultiCallable[
+        protocol.worker_pb2.RankPull,
+        protocol.worker_pb2.RankReply,
+    ]
+    """Of a receiver: pull this rank's pieces of a handle. Ends when they are here, or will not come."""
+
+    DropLink: grpc.aio.UnaryUnaryMultiCallable[
+        protocol.worker_pb2.RankDropLink,
+        protocol.worker_pb2.RankReply,
+    ]
+    """Break what is being pulled from that owner."""
+
+class KVRankServicer(metaclass=abc.ABCMeta):
+    """Served by each rank of a worker but the first, for its rank 0 alone."""
+
+    @abc.abstractmethod
+    def Connect(
+        self,
+        request: protocol.worker_pb2.RankConnect,
+        context: _ServicerContext,
+    ) -> typing.Union[protocol.worker_pb2.RankReply, collections.abc.Awaitable[protocol.worker_pb2.RankReply]]:
+        """Of an owner of blocks: rank 0 has checked the offer."""
+
+    @abc.abstractmethod
+    def Send(
+        self,
+        request: protocol.worker_pb2.RankSend,
+        context: _ServicerContext,
+    ) -> typing.Union[protocol.worker_pb2.RankReply, collections.abc.Awaitable[protocol.worker_pb2.RankReply]]: ...
+
+    @abc.abstractmethod
+    def Drop(
+        self,
+        request: protocol.worker_pb2.RankDrop,
+        context: _ServicerContext,
+    ) -> typing.Union[protocol.worker_pb2.RankReply, collections.abc.Awaitable[protocol.worker_pb2.RankReply]]: ...
+
+    @abc.abstractmethod
+    def Pull(
+        self,
+        request: protocol.worker_pb2.RankPull,
+        context: _ServicerContext,
+    ) -> typing.Union[protocol.worker_pb2.RankReply, collections.abc.Awaitable[protocol.worker_pb2.RankReply]]:
+        """Of a receiver: pull this rank's pieces of a handle. Ends when they are here, or will not come."""
+
+    @abc.abstractmethod
+    def DropLink(
+        self,
+        request: protocol.worker_pb2.RankDropLink,
+        context: _ServicerContext,
+    ) -> typing.Union[protocol.worker_pb2.RankReply, collections.abc.Awaitable[protocol.worker_pb2.RankReply]]:
+        """Break what is being pulled from that owner."""
+
+def add_KVRankServicer_to_server(servicer: KVRankServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

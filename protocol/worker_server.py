@@ -8,13 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import grpc
 
-from core.errors import ConfigError, InternalError, ModelNotFoundError, TwostrokeError
+from core.errors import (
+    ConfigError,
+    InternalError,
+    ModelNotFoundError,
+    RankLostError,
+    TwostrokeError,
+)
 from core.kv import KVHandle
 from core.request import GenerateRequest, SequenceOutput
 from core.worker import WorkerInfo, WorkerReport, endpoint
@@ -56,8 +62,16 @@ class StepWorker(Protocol):
         """The last report once more, with every findable block in `stored`."""
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
 class WorkerServer:
-    """`bind`, add servicers to `.server`, `start(worker, info)`, `wait`, `stop`."""
+    """`bind`, `open` what the worker steps, add servicers to `.server`, `start(worker, info)`,
+    `wait`, `stop`."""
 
     def __init__(self) -> None:
         limits = [
@@ -72,6 +86,7 @@ class WorkerServer:
         self._event_loop = asyncio.get_running_loop()
         self.step_loop = StepLoop(self._step, self._on_failure)
         self.hub: SessionHub | None = None
+        self._opening: asyncio.Future[Any] | None = None
         self._next_report = 0.0
         self._was_busy = False
 
@@ -81,6 +96,12 @@ class WorkerServer:
             return self.server.add_insecure_port(endpoint(host, port))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+
+    async def open(self, make: Callable[[], C]) -> C:
+        """What `make` makes, called once and in a thread of its own; `stop` closes it when the step
+        thread has ended, also where the start was cancelled before it was there."""
+        opening = self._opening = asyncio.ensure_future(asyncio.to_thread(make))
+        return await asyncio.shield(opening)
 
     async def start(self, worker: StepWorker, info: WorkerInfo) -> None:
         self._worker = worker
@@ -111,8 +132,19 @@ class WorkerServer:
             await self.server.start()
         await self.server.stop(grace_s)
         await asyncio.to_thread(self.step_loop.stop)
-        if not self._died.done():
+        await self._close()
+        if self._died.done():
+            self._died.exception()  # of a start that failed nobody asks for it
+        else:
             self._died.set_result(None)
+
+    async def _close(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is None:
+            return
+        await asyncio.wait([opening])
+        if opening.exception() is None:
+            await asyncio.to_thread(opening.result().close)
 
     # FrontEnd, called by the hub: everything moves to the step thread.
 
@@ -168,11 +200,16 @@ class WorkerServer:
             self._next_report = min(self._next_report, now + REPORT_INTERVAL_S)
 
     def _on_failure(self, error: BaseException) -> None:
-        """A worker that cannot step says so by ending: its streams break, its supervisor acts."""
-        self._event_loop.call_soon_threadsafe(self._die, error)
+        known = isinstance(error, RankLostError)
+        self.fail(str(error) if known else f"the step loop died: {error!r}")
 
-    def _die(self, error: BaseException) -> None:
+    def fail(self, reason: str) -> None:
+        """A worker that cannot step says so by ending: its streams break, its supervisor acts. From
+        any thread."""
+        self._event_loop.call_soon_threadsafe(self._die, reason)
+
+    def _die(self, reason: str) -> None:
         if self.hub is not None:
             self.hub.close()
         if not self._died.done():
-            self._died.set_exception(InternalError(f"the step loop died: {error!r}"))
+            self._died.set_exception(InternalError(reason))

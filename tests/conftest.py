@@ -72,6 +72,9 @@ class TokenExecutor:
         tensor = torch.full((1, 2, num_blocks, 1, block_size, 1), -1.0)
         self.kv_cache = _KVCache(tensor, layout, num_blocks)
         self.layout = layout
+        self.layouts = (layout,)
+        self.rank_addresses = ()
+        self.rank_token = ""
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
         self.model_config = ModelConfig(

@@ -3,7 +3,7 @@
 //   float32   one number a word; queries and weights are float32
 //   bfloat16  two; queries and weights are rounded to bfloat16
 //   int8      four codes of -127 to 127; the rows' float32 scales stand behind a tile's codes. Both
-//             are the very numbers of engine/kernels/kv_dtype.py. Queries are rounded to 16 bits
+//             are the very numbers of cpu_kernels/kv_dtype.py. Queries are rounded to 16 bits
 //             over their head, weights (times the values' scales) to 16 bits over their partition,
 //             and held as two planes of bytes, high and low, since the CPU multiplies bytes. All
 //             sums of products are exact integers of 32 bits, rounded once at the end.

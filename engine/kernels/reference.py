@@ -2,7 +2,7 @@
 
 Shapes: T tokens, B sequences, H query heads, K kv heads, D head_dim, L positions. One layer of the
 KV cache is [2, num_blocks, K, block_size, R], keys first; R is D, or more where rows end with a
-scale (kv_dtype.py).
+scale (cpu_kernels/kv_dtype.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.kv_dtype import kv_dtype_of
+from cpu_kernels.kv_dtype import kv_dtype_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

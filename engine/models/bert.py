@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from core.errors import ModelLoadError
+from core.errors import ConfigError, ModelLoadError
 from core.model_config import ModelConfig
 from engine.kernels import AttentionPlan
 from engine.models.layers import MLP, Attention, LayerNorm
@@ -110,6 +110,11 @@ class BertModel(nn.Module):
 
     def __init__(self, config: ModelConfig, *, placement: Placement) -> None:
         super().__init__()
+        if placement.stage.count > 1:
+            raise ConfigError(
+                f"{config.architecture} models do not run in pipeline stages, and "
+                f"pipeline_parallel_size is {placement.stage.count}"
+            )
         self.embeddings = BertEmbeddings(config, placement=placement)
         self.layers = nn.ModuleList(
             BertLayer(config, layer, placement=placement) for layer in range(config.num_layers)
@@ -149,9 +154,15 @@ class BertModel(nn.Module):
         return name.startswith(self.UNUSED)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, plan: AttentionPlan
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        plan: AttentionPlan,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        hidden: Tensor = self.embeddings(token_ids, positions)
+        assert hidden is None, "an encoder is one stage"
+        hidden = self.embeddings(token_ids, positions)
         for layer, kv_layer in zip(self.layers, kv_cache, strict=True):
             hidden = layer(hidden, kv_layer, plan)
         return hidden

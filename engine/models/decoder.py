@@ -1,4 +1,5 @@
 """The frame of a decoder-only model: embedding, layers, norm, LM head. A family brings its layer.
+A stage of a pipeline builds only its part; layers keep their numbers in the whole model.
 
 Module names are Hugging Face's, so that a checkpoint's names are the modules' own paths; only
 projections that we merge are named otherwise (CHECKPOINT_NAMES).
@@ -24,21 +25,22 @@ from parallel.weights import StoredTensor
 class DecoderModel(nn.Module):
     """What a checkpoint calls `model`."""
 
+    embed_tokens: VocabParallelEmbedding
+    """Only of the first stage, and of the last one where the LM head shares its weight."""
+    norm: nn.Module
+    """Only of the last stage."""
+
     def __init__(
-        self,
-        config: ModelConfig,
-        layers: list[nn.Module],
-        *,
-        norm: nn.Module,
-        placement: Placement,
+        self, config: ModelConfig, layers: Mapping[int, nn.Module], *, placement: Placement
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, placement=placement
-        )
+        stage = placement.stage
+        if stage.is_first or (stage.is_last and config.tie_word_embeddings):
+            self.embed_tokens = VocabParallelEmbedding(
+                config.vocab_size, config.hidden_size, placement=placement
+            )
         self.rotary = RotaryEmbedding(config, placement=placement)
-        self.layers = nn.ModuleList(layers)
-        self.norm = norm
+        self.layers = nn.ModuleDict({f"{layer}": module for layer, module in layers.items()})
 
 
 class CausalLM(nn.Module):
@@ -54,22 +56,27 @@ class CausalLM(nn.Module):
         "gate_up_proj.gate.": "gate_proj.",
         "gate_up_proj.up.": "up_proj.",
     }
+    lm_head: ParallelLMHead
+    """Only of the last stage."""
 
     def __init__(self, config: ModelConfig, *, placement: Placement) -> None:
         super().__init__()
-        layers = [
-            self.make_layer(config, layer, placement=placement)
-            for layer in range(config.num_layers)
-        ]
-        norm = self.make_norm(config, placement=placement)
-        self.model = DecoderModel(config, layers, norm=norm, placement=placement)
+        self.num_layers = config.num_layers
         self.final_logit_softcap = config.final_logit_softcap
-        self.lm_head = ParallelLMHead(
-            config.vocab_size,
-            config.hidden_size,
-            tied=self.model.embed_tokens if config.tie_word_embeddings else None,
-            placement=placement,
-        )
+        self._tied = config.tie_word_embeddings
+        layers = {
+            layer: self.make_layer(config, layer, placement=placement)
+            for layer in placement.stage.layers(config.num_layers)
+        }
+        self.model = DecoderModel(config, layers, placement=placement)
+        if placement.stage.is_last:
+            self.model.norm = self.make_norm(config, placement=placement)
+            self.lm_head = ParallelLMHead(
+                config.vocab_size,
+                config.hidden_size,
+                tied=self.model.embed_tokens if self._tied else None,
+                placement=placement,
+            )
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
@@ -89,24 +96,30 @@ class CausalLM(nn.Module):
         return hidden
 
     def rotations(self, positions: Tensor) -> Sequence[Rotation | None]:
-        """One per layer; None rotates nothing."""
+        """One per layer of the whole model; None rotates nothing."""
         rotation: Rotation = self.model.rotary(positions)
-        return (rotation,) * len(self.model.layers)
+        return (rotation,) * self.num_layers
 
     def adapt(self, checkpoint: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
         return checkpoint
 
     def ignores(self, name: str) -> bool:
-        tied = name == "lm_head.weight" and self.lm_head.tied
+        tied = name == "lm_head.weight" and self._tied
         return tied or name.endswith("rotary_emb.inv_freq")
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, plan: AttentionPlan
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        plan: AttentionPlan,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        hidden = self.embed(token_ids, positions)
+        if hidden is None:
+            hidden = self.embed(token_ids, positions)
         rotations = self.rotations(positions)
-        for layer, rotation, kv_layer in zip(self.model.layers, rotations, kv_cache, strict=True):
-            hidden = layer(hidden, rotation, kv_layer, plan)
+        for (layer, module), kv_layer in zip(self.model.layers.items(), kv_cache, strict=True):
+            hidden = module(hidden, rotations[int(layer)], kv_layer, plan)
         return hidden
 
     def normalize(self, hidden: Tensor) -> Tensor:

@@ -36,11 +36,12 @@ class GPT2LMHeadModel(CausalLM):
 
     def __init__(self, config: ModelConfig, *, placement: Placement) -> None:
         super().__init__(config, placement=placement)
-        self.embed_positions = VocabParallelEmbedding(
-            config.max_model_len,
-            config.hidden_size,
-            placement=replace(placement, quantization=None),  # small, and added to every token
-        )
+        if placement.stage.is_first:
+            self.embed_positions = VocabParallelEmbedding(
+                config.max_model_len,
+                config.hidden_size,
+                placement=replace(placement, quantization=None),  # small, and added to every token
+            )
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
@@ -69,7 +70,7 @@ class GPT2LMHeadModel(CausalLM):
         return super().embed(token_ids, positions) + learned
 
     def rotations(self, positions: Tensor) -> Sequence[None]:
-        return (None,) * len(self.model.layers)
+        return (None,) * self.num_layers
 
     def adapt(self, checkpoint: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
         """Files of the bare model lack the prefix; all hold matrices by input feature and q, k and

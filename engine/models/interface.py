@@ -20,8 +20,9 @@ class Model(Protocol):
     """Part of a slot's path -> what a checkpoint has in its place."""
 
     def __init__(self, config: ModelConfig, *, placement: Placement) -> None:
-        """Parameters are allocated and not yet filled. Raises ModelLoadError for a setting the
-        family does not have, ConfigError when the group cannot split the model."""
+        """The part of the placement's stage. Parameters are allocated and not yet filled. Raises
+        ModelLoadError for a setting the family does not have, ConfigError when the model cannot be
+        split so."""
         ...
 
     @classmethod
@@ -43,14 +44,21 @@ class Model(Protocol):
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, plan: AttentionPlan
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        plan: AttentionPlan,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """token_ids and positions [T], kv_cache as KVCache.tensor -> [T, hidden_size], not normed
-        yet: only the rows that are wanted need it."""
+        yet: only the rows that are wanted need it. `hidden`, of the same shape, is what the stage
+        before has made; None: this is the first one."""
         ...
 
     def normalize(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> the same, as the LM head and embeddings want it."""
+        """[num_rows, hidden_size] -> the same, as the LM head and embeddings want it. On the last
+        stage only, as compute_logits."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

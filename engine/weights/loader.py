@@ -40,10 +40,14 @@ def load_weights(
     model: Model,
     checkpoint: Mapping[str, StoredTensor],
     progress: Progress | None = None,
+    *,
+    whole: Model | None = None,
 ) -> None:
     """Raises ModelLoadError naming every tensor that is missing, left over or of another shape;
-    nothing is loaded then."""
-    slots = weight_slots(model)
+    nothing is loaded then. Where `model` is one stage of a pipeline, `whole` are all of them, with
+    no memory (torch's meta device): by it the checkpoint is judged, so that a tensor of another
+    stage is none too many, and one of no stage is."""
+    slots = weight_slots(model if whole is None else whole)
     wanted = {name: slot for name, slot in slots.items() if slot.required or name in checkpoint}
     _check_names(wanted, checkpoint, model.ignores)
     for name, slot in wanted.items():
@@ -52,9 +56,10 @@ def load_weights(
                 f"tensor {name} has shape {list(checkpoint[name].shape)}, "
                 f"the model needs {list(slot.shape)}"
             )
-    total = sum(math.prod(slot.shape) for slot in wanted.values())
+    own = {name: slot for name, slot in weight_slots(model).items() if name in wanted}
+    total = sum(math.prod(slot.shape) for slot in own.values())
     done = 0
-    for name, slot in wanted.items():
+    for name, slot in own.items():
         slot.load(checkpoint[name])
         done += math.prod(slot.shape)
         if progress is not None:

@@ -24,10 +24,12 @@ from core.config import (
     CacheConfig,
     ClusterConfig,
     EngineConfig,
+    ParallelConfig,
     RouterConfig,
     SchedulerConfig,
     TransferConfig,
     WorkerConfig,
+    WorkerPool,
 )
 from core.worker import WorkerInfo, WorkerRole
 from decode_workers.server import DecodeServer
@@ -218,7 +220,7 @@ class Cluster:
         return reply.json()["choices"][0]["token_ids"]
 
 
-def worker_config(role, index, model_path, num_blocks, *, block_size=16, **engine):
+def worker_config(role, index, model_path, num_blocks, *, cache=None, parallel=None, **engine):
     scheduler = SchedulerConfig(
         max_num_batched_tokens=engine.pop("max_num_batched_tokens", 256),
         max_num_seqs=engine.pop("max_num_seqs", 32),
@@ -229,7 +231,8 @@ def worker_config(role, index, model_path, num_blocks, *, block_size=16, **engin
         served_model_name="m",
         engine=EngineConfig(
             model_path=model_path,
-            cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
+            cache=CacheConfig(**{"block_size": 16, "num_blocks": num_blocks, **(cache or {})}),
+            parallel=parallel or ParallelConfig(),
             scheduler=scheduler,
             **engine,
         ),
@@ -245,17 +248,20 @@ async def run_cluster(
     num_decode=1,
     num_colocated=0,
     num_blocks=256,
-    decode_block_size=16,
+    decode_cache=None,
+    prefill_parallel=None,
+    decode_parallel=None,
     router=None,
     **engine,
 ):
-    """Start, yield, stop; asserts that no process is left. `num_colocated`: instead of others."""
+    """Start, yield, stop; asserts that no process is left. `num_colocated`: instead of others;
+    `decode_cache`: what the decode workers' CacheConfig has of its own."""
     configs = [
-        worker_config(role, index, model_path, num_blocks, block_size=block_size, **engine)
-        for role, count, block_size in (
-            (WorkerRole.PREFILL, 0 if num_colocated else num_prefill, 16),
-            (WorkerRole.DECODE, 0 if num_colocated else num_decode, decode_block_size),
-            (WorkerRole.COLOCATED, num_colocated, 16),
+        worker_config(role, index, model_path, num_blocks, cache=cache, parallel=shape, **engine)
+        for role, count, cache, shape in (
+            (WorkerRole.PREFILL, 0 if num_colocated else num_prefill, {}, prefill_parallel),
+            (WorkerRole.DECODE, 0 if num_colocated else num_decode, decode_cache, decode_parallel),
+            (WorkerRole.COLOCATED, num_colocated, {}, None),
         )
         for index in range(count)
     ]
@@ -325,9 +331,9 @@ async def run_local_cluster(model_path, *, num_colocated=1, num_blocks=256, rout
     config = ClusterConfig(
         router=replace(settings, **(router or {})),
         engine=worker.engine,
-        num_prefill=0,
-        num_decode=0,
-        num_colocated=num_colocated,
+        prefill=WorkerPool(count=0),
+        decode=WorkerPool(count=0),
+        colocated=WorkerPool(count=num_colocated),
     )
     launcher = RecordingLauncher()
     supervisor = Supervisor(config, launcher)

@@ -93,13 +93,43 @@ async def test_replies_chunks_and_errors_are_what_openai_specifies(cluster, offi
         official_schemas(kind, body)
 
 
-async def test_unequal_layouts_are_refused_with_the_reason(cluster_of, tiny_model):
-    async with cluster_of(tiny_model, decode_block_size=32) as cluster:
+async def test_layouts_that_cannot_meet_are_refused_with_the_reason(cluster_of, tiny_model):
+    async with cluster_of(tiny_model, decode_cache={"block_size": 24}) as cluster:
         reply = await cluster.http.post("/v1/completions", json=TEXT)
         assert reply.status_code == 503, reply.text
         error = reply.json()["error"]
         assert error["code"] == "handshake_refused"
         assert "block_size differs: 16" in error["message"]
+        await cluster.until_nothing_is_held(within_s=1)
+
+
+@pytest.mark.parametrize(
+    "decode_cache",
+    [{"block_size": 64, "num_blocks": 64}, {"block_size": 8}, {"block_size": 4, "num_blocks": 900}],
+    ids=["64", "8", "4"],
+)
+async def test_blocks_of_another_size_are_taken_as_they_come(cluster_of, tiny_model, decode_cache):
+    """Lengths around the ends of both sizes' blocks; the second time over, both workers have the
+    beginning in their caches, each in its own blocks."""
+    prompts = [list(range(1, 1 + n)) for n in (1, 15, 16, 17, 48, 63, 64, 65, 66, 100, 129)]
+    async with cluster_of(tiny_model, num_colocated=1) as cluster:
+        expected = [await cluster.complete(prompt, 8) for prompt in prompts]
+    async with cluster_of(tiny_model, decode_cache=decode_cache) as cluster:
+        for _ in range(2):
+            assert [await cluster.complete(prompt, 8) for prompt in prompts] == expected
+        await cluster.until_nothing_is_held(within_s=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+async def test_a_decode_worker_may_keep_kv_in_fewer_bits(cluster_of, tiny_model, dtype):
+    """KV is converted on the way; the second answer finds the beginning in both caches, and is the
+    same."""
+    prompts = [list(range(1, 1 + n)) for n in (5, 17, 40, 64)]
+    async with cluster_of(tiny_model, decode_cache={"dtype": dtype}) as cluster:
+        for prompt in prompts:
+            tokens = await cluster.complete(prompt, 4)
+            assert tokens == await cluster.complete(prompt, 4)
+            assert len(tokens) == 4
         await cluster.until_nothing_is_held(within_s=1)
 
 

@@ -27,8 +27,10 @@ from core.kv import BlockRef, ChannelOffer, KVLayout
 from core.request import GenerateRequest
 from core.sampling_params import SamplingParams
 from cpu_kernels.kv_order import tile
-from decode_workers.peer_client import GrpcPeerClient
 from kv_transfer.distributed import DistributedTransports
+from kv_transfer.link import ReceivingRank
+from kv_transfer.peer_client import GrpcPeerClient
+from kv_transfer.rank_sender import RankSender
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import CHANNEL_IDLE_S, KVSender
 from prefill_workers.service import KVPeerServicer
@@ -45,6 +47,8 @@ TILEABLE = {"num_layers": 3, "num_kv_heads": 3, "block_size": 32, "head_dim": 8}
 
 def make_layout(dtype="float32", inner_order=None):
     sizes = ODD if inner_order is None else {**TILEABLE, "inner_order": inner_order}
+    if dtype == "int8":
+        sizes = {**sizes, "head_dim": 8}  # a scale is aligned
     return KVLayout(model="m", dtype=dtype, first_layer=0, **sizes)
 
 
@@ -111,15 +115,22 @@ class Owner:
     async def _serve(self):
         server = grpc.aio.server()
         self.address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
-        self.sender = KVSender(
+        rank = RankSender(
             make_pool(self._layout, seed=1),
             layout=self._layout,
-            incarnation=str(os.getpid()),
-            worker="p",
-            address=self.address,
             host=HOST,
             config=self._config,
             transports=self.hooks,
+            clock=time.monotonic,
+        )
+        self.sender = KVSender(
+            [rank],
+            layouts=[self._layout],
+            incarnation=str(os.getpid()),
+            worker="p",
+            address=self.address,
+            config=self._config,
+            backend=self.hooks.backend,
             clock=time.monotonic,
         )
         servicer = KVPeerServicer(self)
@@ -165,7 +176,7 @@ class Owner:
             request,
             blocks=[BlockRef(block_id=i, generation=1) for i in block_ids],
             block_hashes=[bytes([i]) for i in block_ids],
-            num_tokens=5 * len(block_ids),
+            num_tokens=self._layout.block_size * len(block_ids),
         )
 
     def freeze_at(self, count):
@@ -200,14 +211,17 @@ class Reader:
         )
         self._woken = threading.Event()
         self._done = []
-        self.receiver = KVReceiver(
+        rank = ReceivingRank(
             self.dst,
-            layout=self.layout,
+            layouts=[self.layout],
             config=config,
             host=HOST,
             transports=DistributedTransports("gloo"),
-            peers=lambda address: GrpcPeerClient(address, config.timeout_s),
             clock=time.monotonic,
+        )
+        self.receiver = KVReceiver(
+            rank,
+            peers=lambda address: GrpcPeerClient(address, config.timeout_s),
             wake=self._woken.set,
         )
 
@@ -542,6 +556,7 @@ def test_a_receive_that_nobody_waits_for_is_not_written_after_close(channel):
 def offer_at(port, number):
     return ChannelOffer(
         channel_id=f"nobody.{number}",
+        source=0,
         backend="gloo",
         store_host=HOST,
         store_port=port,

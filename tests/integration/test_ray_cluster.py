@@ -10,7 +10,14 @@ import psutil
 import pytest
 import ray
 
-from core.config import CacheConfig, ClusterConfig, EngineConfig, RouterConfig
+from core.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    ParallelConfig,
+    RouterConfig,
+    WorkerPool,
+)
 from deploy.controller import Phase
 from deploy.ray_cluster import RayCluster
 
@@ -48,7 +55,8 @@ async def until(condition, within_s=60):
 async def test_a_cluster_on_ray_serves_survives_a_death_and_leaves_nothing(tiny_model):
     before, seen, notes = descendants(), [], []
     prompt = list(range(1, 60))
-    cluster = RayCluster(config(tiny_model, num_decode=2), observer=seen.append, note=notes.append)
+    two_decode = config(tiny_model, decode=WorkerPool(count=2))
+    cluster = RayCluster(two_decode, observer=seen.append, note=notes.append)
     async with cluster:
         ready = {slot.name: slot for slot in cluster.state.ready}
         assert set(ready) == {"prefill-0", "decode-0", "decode-1"}
@@ -77,6 +85,30 @@ async def test_a_cluster_on_ray_serves_survives_a_death_and_leaves_nothing(tiny_
     ]
     assert story == [Phase.STARTING, Phase.READY, Phase.WAITING, Phase.STARTING, Phase.READY]
     assert notes == ["starting Ray", "starting workers", "stopping workers", "stopping Ray"]
+
+
+async def test_each_rank_is_an_actor_and_one_that_dies_takes_its_worker_along(tiny_model):
+    before = descendants()
+    prompt = list(range(1, 60))
+    two_ranks = WorkerPool(parallel=ParallelConfig(tensor_parallel_size=2))
+    none = WorkerPool(count=0)
+    cluster = RayCluster(config(tiny_model, colocated=two_ranks, prefill=none, decode=none))
+    async with cluster:
+        (first,) = cluster.state.ready
+        tokens = await complete(cluster.url, prompt)
+        os.kill(rank_actors()[0].pid, signal.SIGKILL)
+        await until(lambda: not cluster.state.ready, within_s=5)
+        await until(lambda: cluster.state.ready and usable(cluster))
+        (again,) = cluster.state.ready
+        assert again.pid != first.pid, "no rank of a broken worker goes on"
+        assert len(rank_actors()) == 1
+        assert await complete(cluster.url, prompt) == tokens
+    assert descendants() <= before
+
+
+def rank_actors():
+    processes = psutil.Process().children(recursive=True)
+    return [process for process in processes if "RankActor" in "".join(process.cmdline())]
 
 
 def usable(cluster):

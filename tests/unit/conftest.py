@@ -18,6 +18,8 @@ from transformers import (
     BertModel,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -251,6 +253,30 @@ def make_hf_model():
     return make
 
 
+@pytest.fixture(scope="session")
+def gpt2_model():
+    """As make_hf_model; its config has names of its own."""
+    config = GPT2Config(
+        vocab_size=101,
+        n_embd=48,
+        n_layer=3,
+        n_head=6,
+        n_positions=128,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation="eager",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(std=0.3 if parameter.dim() > 1 else 0.1)
+                if ".ln_" in name and name.endswith("weight"):
+                    parameter.add_(1.0)
+    return model.eval()
+
+
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request, make_hf_model, tmp_path_factory):
     """(HF model, folder it is saved in), once per family."""
@@ -409,9 +435,9 @@ def kernel_library(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_runner():
-    def make(model_path, *, num_blocks=128, block_size=4, kv_dtype="auto", group=None, **config):
+    def make(model_path, *, num_blocks=128, block_size=4, kv_dtype="auto", rank=None, **config):
         cache = CacheConfig(block_size=block_size, num_blocks=num_blocks, dtype=kv_dtype)
-        return ModelRunner(EngineConfig(model_path=model_path, cache=cache, **config), group=group)
+        return ModelRunner(EngineConfig(model_path=model_path, cache=cache, **config), rank=rank)
 
     return make
 

@@ -36,7 +36,7 @@ def arrive(make_request):
             worker="p",
             incarnation="i",
             address="a",
-            layout=LAYOUT,
+            layouts=(LAYOUT,),
             blocks=tuple(BlockRef(block_id=i, generation=1) for i in range(-(-num_tokens // 4))),
             block_hashes=tuple(hash_blocks(prompt, 4, ROOT)),
             num_tokens=num_tokens,

@@ -48,7 +48,7 @@ def test_every_command_explains_itself(run, command):
 
 def test_every_setting_is_an_option_where_it_means_something(run):
     _, up, _ = run("up", "--help")
-    assert [key for key in SETTINGS if flag_name(key) not in up] == ["advertise_host"]
+    assert [key for key in SETTINGS if flag_name(key) not in up] == ["parallel", "advertise_host"]
     _, worker, _ = run("decode", "--help")
     assert "--advertise-host HOST" in worker
     assert "--verify-checksum " in worker

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from core.config import ParallelConfig, WorkerPool
 from core.errors import ConfigError
 from core.worker import WorkerRole
 from deploy.config_file import (
@@ -16,6 +17,7 @@ from deploy.config_file import (
     load_settings,
     parse_bytes,
     parse_endpoints,
+    parse_pool,
     share_of_cores,
     state_folder,
     worker_config,
@@ -47,11 +49,11 @@ def test_nothing_said_gives_the_defaults():
 def test_flags_win_over_variables_over_the_file(write):
     config = write("port: 1\nblock_size: 8\ndecode: 4\n")
     settings = load({"port": "3"}, {"TWOSTROKE_PORT": "2", "TWOSTROKE_BLOCK_SIZE": "16"}, config)
-    assert (settings.port, settings.block_size, settings.decode) == (3, 16, 4)
+    assert (settings.port, settings.block_size, settings.decode) == (3, 16, WorkerPool(count=4))
 
 
 def test_the_file_may_be_named_by_a_variable(write):
-    assert load(env={"TWOSTROKE_CONFIG": write("decode: 3")}).decode == 3
+    assert load(env={"TWOSTROKE_CONFIG": write("decode: 3")}).decode == WorkerPool(count=3)
 
 
 def test_every_setting_reads_its_own_default_back():
@@ -155,7 +157,7 @@ def test_quantization_reaches_the_engine_and_the_line_that_up_prints(write):
 
 def test_settings_become_the_cluster_config():
     config = cluster_config(load({"prefill": "2", "decode": "3", "block_size": "32"}), MODEL)
-    assert (config.num_prefill, config.num_decode) == (2, 3)
+    assert (config.prefill.count, config.decode.count) == (2, 3)
     assert config.engine.model_path == config.router.model_path == "/models/m.gguf"
     assert config.engine.cache.block_size == 32
     assert config.router.served_model_name == "m"
@@ -178,7 +180,7 @@ def test_colocated_workers_stand_instead_of_the_others():
         with pytest.raises(ConfigError, match=named):
             cluster_config(load({"colocated": "1", **others}), MODEL)
     with pytest.raises(ConfigError, match="at least one decode worker"):
-        replace(config, num_prefill=1, num_colocated=0)
+        replace(config, prefill=WorkerPool(), colocated=WorkerPool(count=0))
 
 
 def test_checksums_can_be_asked_for(write):
@@ -258,3 +260,47 @@ def test_workers_without_a_name_are_never_called_the_same():
 def test_the_backend_is_a_setting_like_others(write):
     assert load(config=write("backend: processes")).backend == "processes"
     assert load(env={"TWOSTROKE_BACKEND": "local"}).backend == "local"
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "tp", "pp"),
+    [
+        ("3", 3, 1, 1),
+        ("2xtp4", 2, 4, 1),
+        ("2xpp3", 2, 1, 3),
+        ("4xtp2pp3", 4, 2, 3),
+        ("tp2pp2", 1, 2, 2),
+        ("pp2", 1, 1, 2),
+        ("12xtp16", 12, 16, 1),
+    ],
+)
+def test_workers_have_a_number_and_a_shape(text, count, tp, pp):
+    shape = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    assert parse_pool(text) == WorkerPool(count=count, parallel=shape)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "2x", "xtp2", "2tp2", "2xtp0", "tp", "2xpp2tp2", "2.5", "tp2 pp2", "2xx"]
+)
+def test_what_is_no_shape_is_told_what_one_looks_like(text):
+    with pytest.raises(ValueError, match="such as"):
+        parse_pool(text)
+
+
+def test_each_role_has_its_shape_and_ranks_share_the_cores():
+    config = cluster_config(load({"prefill": "2xtp2", "decode": "1xpp3"}), MODEL)
+    assert config.engine_of(WorkerRole.PREFILL).parallel.tensor_parallel_size == 2
+    assert config.engine_of(WorkerRole.DECODE).parallel.pipeline_parallel_size == 3
+    assert config.num_ranks == 7
+    assert config.engine.num_threads == share_of_cores(7)
+
+
+def test_no_colocated_worker_means_the_other_two():
+    config = cluster_config(load({"colocated": "0"}), MODEL)
+    assert config.num_workers == {WorkerRole.PREFILL: 1, WorkerRole.DECODE: 1}
+
+
+def test_a_worker_by_hand_is_told_its_shape():
+    config = worker_config(load({"parallel": "tp2pp2"}), MODEL, role=WorkerRole.COLOCATED)
+    assert config.engine.parallel.world_size == 4
+    assert config.engine.num_threads == share_of_cores(4)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from core.config import ClusterConfig, EngineConfig, RouterConfig
+from core.config import ClusterConfig, EngineConfig, RouterConfig, WorkerPool
 from core.errors import ModelLoadError, WorkerLostError
 from core.kv import KVLayout
 from core.worker import WorkerId, WorkerInfo
@@ -71,8 +71,8 @@ def config():
     return ClusterConfig(
         router=RouterConfig(served_model_name="m", model_path="m"),
         engine=EngineConfig(model_path="m"),
-        num_prefill=1,
-        num_decode=2,
+        prefill=WorkerPool(count=1),
+        decode=WorkerPool(count=2),
     )
 
 

@@ -72,6 +72,7 @@ LAYOUTS = st.builds(
     block_size=COUNTS,
     first_layer=COUNTS,
     num_layers=COUNTS,
+    first_kv_head=COUNTS,
     num_kv_heads=COUNTS,
     head_dim=COUNTS,
     inner_order=NAMES,
@@ -84,7 +85,7 @@ HANDLES = st.builds(
     worker=NAMES,
     incarnation=NAMES,
     address=NAMES,
-    layout=LAYOUTS,
+    layouts=st.lists(LAYOUTS, min_size=1, max_size=3).map(tuple),
     blocks=REFS,
     block_hashes=HASHES,
     num_tokens=COUNTS,
@@ -93,6 +94,7 @@ HANDLES = st.builds(
 OFFERS = st.builds(
     ChannelOffer,
     channel_id=NAMES,
+    source=COUNTS,
     backend=NAMES,
     store_host=NAMES,
     store_port=COUNTS,
@@ -108,7 +110,7 @@ PULLS = st.builds(
     incarnation=NAMES,
     channel_id=NAMES,
     transfer_id=st.integers(0, 2**62),
-    first_block=COUNTS,
+    first_position=COUNTS,
     blocks=REFS,
     block_hashes=HASHES,
 )

@@ -13,11 +13,12 @@ from core.sampling_params import SamplingParams
 from engine.batch import Batch, SampleSpec, ScheduledSequence
 from engine.fused_stage import fused_stage, stage_inputs
 from engine.llm_engine import LLMEngine
-from parallel.groups import SingleRank
+from parallel.groups import PipelineStage, Rank, SingleRank
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 BLOCK_SIZE = 16
+ONE_RANK = Rank(group=SingleRank())
 SHAPE = {"hidden_size": 96, "head_dim": 16}
 """Six heads of a whole vector each; the vocabulary of 101 fills no panel."""
 ODD = {"hidden_size": 54, "head_dim": 32, "num_key_value_heads": 1}
@@ -152,7 +153,8 @@ def test_stage_equals_operators_and_torch(family, load):
 def test_every_level(family, kv_dtype, near, kernel_library, load):
     expected = logits_of(load(family, "torch", kv_dtype=kv_dtype))
     native = load(family, kv_dtype=kv_dtype)
-    native._stage = fused_stage(native._model, native.model_config, SingleRank(), kernel_library)
+    whole = Rank(group=SingleRank())
+    native._stage = fused_stage(native._model, native.model_config, whole, kernel_library)
     assert difference(logits_of(native), expected) < near
 
 
@@ -197,10 +199,11 @@ def test_gates_far_below_zero(kernel_library, load):
     """exp(-gate) is beyond float32 there, and the gate shut."""
     runners = [load("llama2", "torch"), load("llama2")]
     for runner in runners:
-        for layer in runner._model.model.layers:
+        for layer in runner._model.model.layers.values():
             layer.post_attention_layernorm.weight *= 100
     native = runners[1]
-    native._stage = fused_stage(native._model, native.model_config, SingleRank(), kernel_library)
+    whole = Rank(group=SingleRank())
+    native._stage = fused_stage(native._model, native.model_config, whole, kernel_library)
     expected, got = map(logits_of, runners)
     assert difference(got, expected) < 1e-4
 
@@ -359,16 +362,16 @@ def test_encoders_run_operator_by_operator(make_encoder, make_runner, tmp_path):
     assert make_runner(str(tmp_path), kernels="native", block_size=BLOCK_SIZE)._stage is None
 
 
-@dataclass
-class Rank:
-    rank: int
-    size: int
+class OneOfTwo(SingleRank):
+    size = 2
 
 
 def test_no_stage_over_ranks_in_small_blocks_or_with_other_kv(load):
     runner = load("llama2")
     model, config, library = runner._model, runner.model_config, runner._library
-    assert fused_stage(model, config, Rank(0, 2), library) is None
+    stage = PipelineStage(index=0, count=2)
+    for rank in (Rank(group=OneOfTwo()), Rank(group=SingleRank(), stage=stage)):
+        assert fused_stage(model, config, rank, library) is None
     assert load("llama2", block_size=8, num_blocks=64)._stage is None
     assert load("llama2", kernels="torch")._stage is None
     assert load("llama2", kv_dtype="fp8")._stage is None

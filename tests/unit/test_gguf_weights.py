@@ -111,7 +111,7 @@ def test_quantised_model_loads_permuted_and_merged(kind, make_hf_model, tmp_path
     path = write_gguf(tmp_path / "m.gguf", model, "llama", kind=kind)
     ours = build_model(path)
     load_weights(ours, open_checkpoint(path))
-    for layer, reference in zip(ours.model.layers, model.model.layers, strict=True):
+    for layer, reference in zip(ours.model.layers.values(), model.model.layers, strict=True):
         parts = [reference.self_attn.q_proj, reference.self_attn.k_proj, reference.self_attn.v_proj]
         expected = torch.cat([rounded(part.weight, kind) for part in parts])
         assert torch.equal(layer.self_attn.qkv_proj.weight.values, expected)

@@ -3,32 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from core.errors import ModelLoadError
 
 
-@pytest.fixture(scope="module")
-def model():
-    config = GPT2Config(
-        vocab_size=101,
-        n_embd=48,
-        n_layer=3,
-        n_head=6,
-        n_positions=128,
-        bos_token_id=1,
-        eos_token_id=2,
-        attn_implementation="eager",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.normal_(std=0.3 if parameter.dim() > 1 else 0.1)
-                if ".ln_" in name and name.endswith("weight"):
-                    parameter.add_(1.0)
-    return model.eval()
+@pytest.fixture
+def model(gpt2_model):
+    return gpt2_model
 
 
 @pytest.fixture

@@ -13,14 +13,15 @@ from core.config import CacheConfig, EngineConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.kv import KV_DTYPE_BYTES, KVLayout
 from core.sampling_params import SamplingParams
+from cpu_kernels.kv_dtype import KV_DTYPES
 from deploy.config_file import engine_config, load_settings
 from deploy.model_source import ResolvedModel
 from engine.batch import Batch, BlockCopy, SampleSpec, ScheduledSequence
-from engine.kernels.kv_dtype import KV_DTYPES
 from engine.kv_cache import KVCache
 from engine.llm_engine import LLMEngine
 from engine.model_runner import ModelRunner
-from kv_transfer.pack import StagingBuffer, digest, gather_blocks, reorder, scatter_blocks
+from kv_transfer.pack import StagingBuffer, digest, gather, scatter
+from kv_transfer.plan import message_layout
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 200
@@ -288,11 +289,12 @@ def test_a_hand_over_moves_numbers_and_scales(runners, make_runner_of, prompts, 
     expected, there = greedy(prefill, prompt, range(20), 12, 0)
     first = int(compute(prefill, prompt, range(20)).argmax())
     sources, targets = range(16), range(100, 132, 2)
-    message = StagingBuffer(prefill.kv_cache.tensor).message(16)
-    gather_blocks(prefill.kv_cache.tensor, sources, message)
-    assert message.nbytes == 16 * prefill.kv_cache.layout.bytes_per_block
+    layout, positions = prefill.kv_cache.layout, range(16 * BLOCK_SIZE)
+    message = StagingBuffer(layout, CPU).message(positions)
+    gather(prefill.kv_cache.tensor, layout, sources, positions, message, layout)
+    assert message.nbytes == 16 * layout.bytes_per_block
     assert len(digest(message)) == 16
-    scatter_blocks(message, decode.kv_cache.tensor, targets)
+    scatter(message, layout, decode.kv_cache.tensor, layout, targets, positions)
     table = [*targets, 1, 2, 3, 4]
     got, here = greedy(decode, [*prompt, first], table, 11, len(prompt))
     assert got == expected
@@ -300,8 +302,8 @@ def test_a_hand_over_moves_numbers_and_scales(runners, make_runner_of, prompts, 
 
 
 @GXX
-@pytest.mark.parametrize("here", ["torch", "native"])
-def test_a_hand_over_between_torch_and_the_kernels(make_runner, whole_vectors, prompts, here):
+@pytest.mark.parametrize("owner", ["torch", "native"])
+def test_a_hand_over_between_torch_and_the_kernels(make_runner, whole_vectors, prompts, owner):
     """A worker with kernels and one without: each goes on with what the other has stored."""
     prompt = prompts[6]
     num_blocks = -(-len(prompt) // 16)
@@ -309,16 +311,16 @@ def test_a_hand_over_between_torch_and_the_kernels(make_runner, whole_vectors, p
         kernels: make_runner(whole_vectors, kernels=kernels, block_size=16, kv_dtype="int8")
         for kernels in ("torch", "native")
     }
-    source, target = runners.pop(here), *runners.values()
+    source, target = runners.pop(owner), *runners.values()
     compute(source, prompt, range(num_blocks))
     expected = compute(source, [*prompt, 7], range(num_blocks + 1), len(prompt))
-    message = StagingBuffer(source.kv_cache.tensor).message(num_blocks)
-    gather_blocks(source.kv_cache.tensor, range(num_blocks), message)
-    orders = source.kv_cache.layout.inner_order, target.kv_cache.layout.inner_order
-    assert set(orders) == {"plain", "tiles16"}
-    reorder(message, *orders)
-    targets = range(50, 50 + num_blocks)
-    scatter_blocks(message, target.kv_cache.tensor, targets)
+    there, here = source.kv_cache.layout, target.kv_cache.layout
+    assert {there.inner_order, here.inner_order} == {"plain", "tiles16"}
+    positions, targets = range(len(prompt)), range(50, 50 + num_blocks)
+    layout = message_layout(there, here)
+    message = StagingBuffer(layout, CPU).message(positions)
+    gather(source.kv_cache.tensor, there, range(num_blocks), positions, message, layout)
+    scatter(message, layout, target.kv_cache.tensor, here, targets, positions)
     got = compute(target, [*prompt, 7], [*targets, 90], len(prompt))
     assert_same_up_to_rounding("int8", [got], [expected])
 
@@ -359,7 +361,7 @@ def test_the_engines_tokens_depend_on_no_chunk_cache_hit_or_preemption(
     assert tight.kv_usage.num_preemptions > 0
 
 
-def test_two_types_do_not_shake_hands(runners):
+def test_two_types_have_layouts_of_their_own(runners):
     int8, fp8 = (runners[name].kv_cache.layout for name in ("int8", "fp8"))
     assert int8.bytes_per_block == fp8.bytes_per_block
     assert int8.difference(fp8) == "dtype differs: int8 here, fp8 there"

@@ -32,7 +32,7 @@ def make_handle(number, num_blocks=3, request_id=None, attempt=0):
         worker="p",
         incarnation="now",
         address="p:1",
-        layout=LAYOUT,
+        layouts=(LAYOUT,),
         blocks=tuple(
             BlockRef(block_id=10 * number + i, generation=number) for i in range(num_blocks)
         ),
@@ -42,7 +42,7 @@ def make_handle(number, num_blocks=3, request_id=None, attempt=0):
     )
 
 
-def make_pull(handle, first_block=0):
+def make_pull(handle, first_position=0):
     return PullRequest(
         handle_id=handle.handle_id,
         request_id=handle.request_id,
@@ -50,8 +50,8 @@ def make_pull(handle, first_block=0):
         incarnation=handle.incarnation,
         channel_id="c",
         transfer_id=1,
-        first_block=first_block,
-        blocks=handle.blocks[first_block:],
+        first_position=first_position,
+        blocks=handle.blocks[first_position // 4 :],
         block_hashes=handle.block_hashes,
     )
 
@@ -65,10 +65,12 @@ FORGERIES = {
     "handle_id": (lambda p: {"handle_id": "no such"}, "unknown handle"),
     "request_id": (lambda p: {"request_id": "other"}, "another request or attempt"),
     "attempt": (lambda p: {"attempt": p.attempt + 1}, "another request or attempt"),
-    "negative first": (lambda p: {"first_block": -1}, "block range"),
-    "past the end": (lambda p: {"first_block": p.first_block + 1}, "block range"),
-    "too many": (lambda p: {"blocks": (*p.blocks, p.blocks[-1])}, "block range"),
-    "nothing": (lambda p: {"blocks": ()}, "block range"),
+    "negative first": (lambda p: {"first_position": -1}, "positions"),
+    "past the end": (lambda p: {"first_position": 99}, "positions"),
+    "another first": (lambda p: {"first_position": 4}, "block id or generation"),
+    "too many": (lambda p: {"blocks": (*p.blocks, p.blocks[-1])}, "block id or generation"),
+    "too few": (lambda p: {"blocks": p.blocks[:-1]}, "block id or generation"),
+    "nothing": (lambda p: {"blocks": ()}, "block id or generation"),
     "block id": (lambda p: {"blocks": other_block(p, block_id=999)}, "block id or generation"),
     "generation": (lambda p: {"blocks": other_block(p, generation=0)}, "block id or generation"),
     "order": (lambda p: {"blocks": p.blocks[::-1]}, "block id or generation"),
@@ -88,13 +90,11 @@ def test_each_field_is_checked(forgery):
     table.begin(make_pull(handle), 1.0)  # the true one still works
 
 
-def test_a_part_from_the_middle_may_be_pulled_but_not_under_another_position():
+@pytest.mark.parametrize("first_position", [0, 4, 5, 7, 12, 14])
+def test_the_end_may_be_pulled_from_any_position(first_position):
     table, handle = LeaseTable("now", LEASE_S), make_handle(1, num_blocks=4)
     table.offer(handle, 0.0)
-    middle = replace(make_pull(handle, 1), blocks=handle.blocks[1:3])
-    table.begin(middle, 0.0)
-    with pytest.raises(StaleHandleError, match="block id"):
-        table.begin(replace(middle, first_block=0), 0.0)
+    assert table.begin(make_pull(handle, first_position), 0.0) == handle
 
 
 @dataclass
@@ -174,7 +174,7 @@ class Leases(RuleBasedStateMachine):
     @rule(data=st.data())
     def begin(self, data):
         model = self.some(data)
-        pull = make_pull(model.handle, data.draw(st.integers(0, len(model.handle.blocks) - 1)))
+        pull = make_pull(model.handle, data.draw(st.integers(0, model.handle.num_tokens - 1)))
         if (reason := self.why_refused(model)) is not None:
             self.refuse(pull, reason)
         else:

@@ -13,11 +13,11 @@ from core.kv import KVLayout
 from core.model_config import ModelConfig
 from cpu_kernels.attention import can_attend
 from cpu_kernels.cpu_level import levels_here
+from cpu_kernels.kv_dtype import KV_DTYPES
 from cpu_kernels.kv_order import tile, untile
 from cpu_kernels.library import load_library
 from engine.batch import Batch, ScheduledSequence, build_inputs
 from engine.kernels import paged_attention, plan_attention
-from engine.kernels.kv_dtype import KV_DTYPES
 from engine.kernels.native_attention import native_layout
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.config import ParallelConfig
 from core.errors import ConfigError
+from core.model_files import load_model_config
 from parallel.partition import (
+    check_shape,
     even_range,
     head_range,
     kv_head_range,
@@ -73,3 +76,24 @@ def test_vocabulary_covers_exactly_and_fits_the_shard(vocab_size, size):
     ranges = [vocab_range(vocab_size, rank, size) for rank in range(size)]
     assert all(len(r) <= shard for r in ranges)
     assert all(r.start == rank * shard for rank, r in enumerate(ranges) if r)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "reason"),
+    [
+        (1, 1, None),
+        (3, 2, None),
+        (9, 1, "1536 features"),
+        (2, 1, "9 attention heads cannot be split over 2"),
+        (6, 1, "9 attention heads"),
+        (1, 31, "30 layers cannot be split into 31 pipeline stages"),
+    ],
+)
+def test_shapes_of_a_model(tp, pp, reason, smollm2_path):
+    shape = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    model = load_model_config(smollm2_path)
+    if reason is None:
+        check_shape(model, shape)
+    else:
+        with pytest.raises(ConfigError, match=reason):
+            check_shape(model, shape)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.config import ClusterConfig, EngineConfig, ParallelConfig, RouterConfig
+from core.config import ClusterConfig, EngineConfig, ParallelConfig, RouterConfig, WorkerPool
 from deploy.placement import Bundle, place_worker, total_resources
 
 
@@ -29,15 +29,25 @@ def test_only_pipeline_stages_may_be_spread(pp, strategy):
     assert place_worker(engine(tp=2, pp=pp)).strategy == strategy
 
 
-@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.integers(1, 8), st.booleans())
-def test_total_is_enough_for_every_worker_and_not_more(tp, pp, num_prefill, num_decode, cuda):
+def pools(max_count=8):
+    shapes = st.builds(
+        ParallelConfig,
+        tensor_parallel_size=st.integers(1, 8),
+        pipeline_parallel_size=st.integers(1, 4),
+    )
+    return st.builds(WorkerPool, count=st.integers(1, max_count), parallel=shapes)
+
+
+@given(pools(), pools(), st.booleans())
+def test_total_is_enough_for_every_worker_and_not_more(prefill, decode, cuda):
     config = ClusterConfig(
         router=RouterConfig(served_model_name="m", model_path="m"),
-        engine=engine(tp, pp, threads=2, device="cuda:0" if cuda else "cpu"),
-        num_prefill=num_prefill,
-        num_decode=num_decode,
+        engine=engine(threads=2, device="cuda:0" if cuda else "cpu"),
+        prefill=prefill,
+        decode=decode,
     )
-    ranks = tp * pp * (num_prefill + num_decode)
+    ranks = sum(pool.count * pool.parallel.world_size for pool in (prefill, decode))
+    assert config.num_ranks == ranks
     assert total_resources(config) == Bundle(cpus=2 * ranks, gpus=ranks if cuda else 0)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import kv_transfer.link
 import kv_transfer.receiver
 import kv_transfer.sender
 from core.config import TransferConfig
@@ -18,6 +19,7 @@ from core.errors import (
     AbortedError,
     HandshakeRefusedError,
     InternalError,
+    RankLostError,
     StaleHandleError,
     TransferError,
     TwostrokeError,
@@ -26,7 +28,9 @@ from core.kv import BlockRef, ChannelOffer, KVLayout, PullRequest
 from core.request import GenerateRequest
 from core.sampling_params import SamplingParams
 from cpu_kernels.kv_order import tile, untile
+from kv_transfer.link import ReceivingRank
 from kv_transfer.loopback import LoopbackTransports
+from kv_transfer.rank_sender import RankSender
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 
@@ -55,7 +59,7 @@ class Client:
         self.rig = rig
         self.sender = rig.sender
 
-    def connect(self, offer):
+    def connect(self, offer, timeout_s):
         self.rig.num_connects += 1
         self.rig.sender.connect(offer)
 
@@ -90,6 +94,7 @@ class Rig:
         layout=LAYOUT,
         owner_layout=LAYOUT,
         owner=None,
+        other_ranks=(),
         wrap=lambda transport: transport,
         **config,
     ):
@@ -111,27 +116,40 @@ class Rig:
         self.num_connects = self.num_closed = self.num_offers = 0
         self.woken = threading.Event()
         self.start_owner("first life")
-        self.receiver = KVReceiver(
+        rank = ReceivingRank(
             self.dst,
-            layout=layout,
+            layouts=[layout],
             config=self.config,
             host="loopback",
             transports=self.transports,
-            peers=lambda address: Client(self),
             clock=time.monotonic,
+        )
+        self.lost = []
+        self.receiver = KVReceiver(
+            rank,
+            peers=lambda address: Client(self),
+            other_ranks=[lambda other=other: other for other in other_ranks],
+            on_rank_lost=self.lost.append,
             wake=self.woken.set,
         )
 
     def start_owner(self, incarnation):
-        self.sender = KVSender(
+        rank = RankSender(
             self.src,
             layout=self.owner_layout,
-            incarnation=incarnation,
-            worker="p",
-            address="p:1",
             host="loopback",
             config=self.owner_config,
             transports=self.transports,
+            clock=time.monotonic,
+        )
+        self.sender = KVSender(
+            [rank],
+            layouts=[self.owner_layout],
+            incarnation=incarnation,
+            worker="p",
+            address="p:1",
+            config=self.owner_config,
+            backend=self.transports.backend,
             clock=time.monotonic,
         )
 
@@ -147,13 +165,13 @@ class Rig:
             request,
             blocks=[BlockRef(block_id=i, generation=7) for i in block_ids],
             block_hashes=[bytes([i]) for i in block_ids[:-1]],
-            num_tokens=4 * len(block_ids) - 1,
+            num_tokens=self.owner_layout.block_size * len(block_ids),
         )
 
     def start(self, handle, block_ids=None, first_block=0):
         if block_ids is None:
             block_ids = [15 - i for i in range(len(handle.blocks) - first_block)]
-        self.receiver.start(handle, first_block, block_ids)
+        self.receiver.start(handle, LAYOUT.block_size * first_block, block_ids)
 
     def wait(self, count=1, within_s=8.0):
         """The next `count` PullDone."""
@@ -292,7 +310,7 @@ def test_only_what_is_missing_moves(rig):
     done = rig.pull(handle, [8, 7], first_block=2)
     assert (done.num_blocks, done.error) == (2, None)
     assert torch.equal(rig.dst[:, :, [8, 7]], rig.src[:, :, [2, 6]])
-    assert rig.pulls[0].first_block == 2
+    assert rig.pulls[0].first_position == 2 * LAYOUT.block_size
     assert not rig.dst[:, :, :7].any()
 
 
@@ -346,7 +364,7 @@ def test_blocks_arrive_in_the_readers_inner_order(make_rig, there, here, handle_
     )
     handle, pulled = rig.offer((3, 1, 2)), [9, 0, 4]
     if handle_lies:
-        handle = replace(handle, layout=PLAIN if there is TILED else TILED)
+        handle = replace(handle, layouts=(PLAIN if there is TILED else TILED,))
     for _ in range(2):
         rig.dst.zero_()
         assert rig.pull(handle, pulled).error is None
@@ -470,7 +488,10 @@ STALE = {
         lambda h: {"blocks": (*h.blocks[:-1], replace(h.blocks[-1], generation=6))},
         "generation",
     ),
-    "range": (lambda h: {"blocks": (*h.blocks, h.blocks[0])}, "block range"),
+    "more blocks": (
+        lambda h: {"blocks": (*h.blocks, h.blocks[0]), "num_tokens": h.num_tokens + 4},
+        "block id or generation",
+    ),
     "attempt": (lambda h: {"attempt": 1}, "another request or attempt"),
     "request": (lambda h: {"request_id": "other"}, "another request or attempt"),
     "hash": (lambda h: {"block_hashes": (b"x", *h.block_hashes[1:])}, "block hash"),
@@ -621,10 +642,69 @@ def test_an_unused_channel_is_closed_and_replaced(make_rig, monkeypatch, side):
         rig.sender.poll(time.monotonic())
         rig.fails(rig.offer(), TransferError, "KV channel")
     else:
-        monkeypatch.setattr(kv_transfer.receiver, "IDLE_S", 0.01)
+        monkeypatch.setattr(kv_transfer.link, "IDLE_S", 0.01)
         time.sleep(0.05)
     rig.works()
     assert rig.num_connects == 2
+
+
+# Other ranks of the worker
+
+
+class OtherRank:
+    """Of the worker that pulls. `ends` is what becomes of its part."""
+
+    def __init__(self, ends=None):
+        self.ends = ends
+        self.pulled, self.num_drops, self.is_closed = [], 0, False
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def pull(self, wanted, deadline):
+        self.pulled.append(wanted)
+        assert self.may_end.wait(5)
+        if self.ends is not None:
+            raise self.ends
+
+    def drop(self):
+        self.num_drops += 1
+        self.may_end.set()
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_pull_is_done_when_all_ranks_have_their_part(make_rig):
+    other = OtherRank()
+    other.may_end.clear()
+    rig = make_rig(other_ranks=[other, OtherRank()])
+    handle = rig.offer()
+    rig.start(handle, [9, 0, 4])
+    eventually(lambda: torch.equal(rig.dst[:, :, [9, 0, 4]], rig.src[:, :, [3, 1, 2]]))
+    assert not rig.woken.wait(0.1), "one rank is not there yet"
+    other.may_end.set()
+    assert rig.wait()[0].error is None
+    assert [wanted.block_ids for wanted in other.pulled] == [(9, 0, 4)]
+    rig.receiver.close()
+    assert other.is_closed
+
+
+def test_one_ranks_failure_ends_it_on_all(make_rig):
+    failing, slow = OtherRank(TransferError("its channel broke")), OtherRank()
+    slow.may_end.clear()
+    rig = make_rig(other_ranks=[slow, failing])
+    threading.Timer(0.2, slow.may_end.set).start()
+    rig.fails(rig.offer(), TransferError, "its channel broke")
+    assert slow.num_drops == failing.num_drops == 1
+    failing.ends = None
+    rig.works()
+
+
+def test_blocks_are_never_free_again_when_a_rank_may_still_write_into_them(make_rig):
+    rig = make_rig(other_ranks=[OtherRank(RankLostError("rank 1 did not answer"))])
+    rig.start(rig.offer())
+    eventually(lambda: rig.lost == ["rank 1 did not answer"])
+    assert rig.receiver.poll() == []
 
 
 # Transport faults
@@ -707,7 +787,7 @@ def test_an_owner_that_refuses_without_closing_its_end(make_rig):
 
 
 def test_an_owner_that_never_joins(make_rig, monkeypatch):
-    monkeypatch.setattr(kv_transfer.receiver, "SETUP_S", 0.1)
+    monkeypatch.setattr(kv_transfer.link, "SETUP_S", 0.1)
     rig = make_rig()
     monkeypatch.setattr(rig.transports, "join", lambda *_: 1 / 0)
     rig.fails(rig.offer(), TransferError, "timed out")
@@ -842,6 +922,7 @@ def channel(rig):
     listener = rig.transports.listen("me.1", "loopback")
     rig.sender.connect(
         ChannelOffer(
+            source=0,
             channel_id="me.1",
             backend="loopback",
             store_host="loopback",
@@ -859,7 +940,7 @@ def channel(rig):
         incarnation=handle.incarnation,
         channel_id="me.1",
         transfer_id=1,
-        first_block=0,
+        first_position=0,
         blocks=handle.blocks,
         block_hashes=handle.block_hashes,
     )
@@ -924,6 +1005,7 @@ def test_a_new_channel_replaces_the_receivers_old_one(rig, channel):
     rig.transports.listen("me.2", "loopback")
     rig.sender.connect(
         ChannelOffer(
+            source=0,
             channel_id="me.2",
             backend="loopback",
             store_host="loopback",

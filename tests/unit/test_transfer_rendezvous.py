@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import Store, TCPStore
 
-import kv_transfer.distributed
+import parallel.rendezvous
 from core.errors import TransferError
 from core.kv import ChannelOffer, KVLayout
 from kv_transfer.distributed import DistributedTransports
@@ -54,6 +54,7 @@ def join(listener):
     """Join `listener` on another thread, after `delay_s`."""
     threads, outcomes = [], []
     offer = ChannelOffer(
+        source=0,
         channel_id="c",
         backend="gloo",
         store_host=HOST,
@@ -105,7 +106,7 @@ def test_nobody_joins(listener):
 def test_a_joiner_that_dies_amid_the_meeting_costs_no_more_than_the_time_given(
     listener, join, monkeypatch
 ):
-    monkeypatch.setattr(kv_transfer.distributed, "TCPStore", Dying)
+    monkeypatch.setattr(parallel.rendezvous, "TCPStore", Dying)
     joined = join()
     started = time.monotonic()
     with pytest.raises(TransferError):  # at once, or, where gloo had just connected, at first use

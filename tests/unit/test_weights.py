@@ -2,6 +2,8 @@
 the tensor."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,16 +13,17 @@ from core.errors import ModelLoadError
 from core.model_files import load_model_config
 from engine.models.interface import model_class
 from engine.weights.loader import load_weights, open_checkpoint, weight_slots
-from parallel.groups import Placement, SingleRank
+from parallel.groups import WHOLE, PipelineStage, Placement, SingleRank
 from parallel.weights import CHUNK_BYTES, copy_shard
 
 PLACEMENT = Placement(group=SingleRank(), dtype=torch.float32, device=torch.device("cpu"))
+STAGES = [PipelineStage(index=index, count=3) for index in range(3)]
 
 
-def build_model(path):
+def build_model(path, **placement):
     config = load_model_config(str(path))
     model = model_class(config)
-    return model(model.configure(config), placement=PLACEMENT)
+    return model(model.configure(config), placement=replace(PLACEMENT, **placement))
 
 
 @pytest.fixture
@@ -32,6 +35,13 @@ def folder(make_hf_model, tmp_path):
 def load(folder, progress=None):
     model = build_model(folder)
     load_weights(model, open_checkpoint(str(folder)), progress)
+    return model
+
+
+def load_stage(folder, stage):
+    model = build_model(folder, stage=stage)
+    whole = build_model(folder, stage=WHOLE, device=torch.device("meta"))
+    load_weights(model, open_checkpoint(str(folder)), whole=whole)
     return model
 
 
@@ -139,6 +149,54 @@ def test_slots_bear_the_checkpoints_names(family):
     stored = model.adapt(open_checkpoint(folder))
     required = {name for name, slot in slots.items() if slot.required}
     assert required == {name for name in stored if not model.ignores(name)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_hold_the_parts_of_the_whole(folder, change_config, tied):
+    change_config(folder, {"tie_word_embeddings": tied})
+    whole = load(folder).state_dict()
+    parts = [load_stage(folder, stage).state_dict() for stage in STAGES]
+    for part in parts:
+        assert all(torch.equal(value, whole[name]) for name, value in part.items())
+    held = Counter(name for part in parts for name in part)
+    assert held.keys() == whole.keys()
+    embedding = {"model.embed_tokens.weight.values"}
+    assert {name for name, count in held.items() if count > 1} == (embedding if tied else set())
+    assert {name.split(".")[2] for name in parts[1] if ".layers." in name} == {"1"}
+    assert all(".layers." in name for name in parts[1])
+
+
+def test_slots_of_the_stages_are_those_of_the_whole(family):
+    _, folder = family
+    slots = [weight_slots(build_model(folder, stage=stage)) for stage in STAGES]
+    assert set().union(*slots) == weight_slots(build_model(folder)).keys()
+    required = Counter(name for part in slots for name, slot in part.items() if slot.required)
+    shared = {name for name, count in required.items() if count > 1}
+    assert shared <= {"model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.norm.weight", r"lacks 1 tensor.*model\.norm"),
+        ("model.layers.1.mlp.up_proj.weight", r"lacks 1 tensor.*model\.layers\.1\.mlp\.up_proj"),
+        ("model.layers.3.mlp.up_proj.weight", r"no place for 1 tensor.*model\.layers\.3\.mlp"),
+        ("model.layers.1.mlp.up_proj.lora_A", r"no place for 1 tensor.*lora_A"),
+    ],
+)
+def test_every_stage_names_what_is_wrong_in_any(folder, stage, name, message):
+    """Missing where it was there, one too many where it was not."""
+    edit(folder, lambda t: t.update({name: torch.ones(2)}) if t.pop(name, None) is None else None)
+    with pytest.raises(ModelLoadError, match=message):
+        load_stage(folder, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_names_a_wrong_shape_of_any(folder, stage):
+    edit(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(47)}))
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has shape \[47\].*\[48\]"):
+        load_stage(folder, stage)
 
 
 class Recorded:

@@ -1,6 +1,8 @@
 """The served worker over real gRPC: sessions, fencing, broken streams, a dying step thread."""
 
 import asyncio
+import gc
+import threading
 from collections import deque
 from dataclasses import replace
 
@@ -306,6 +308,75 @@ async def test_a_failed_start_gives_the_port_back():
     again = WorkerServer()
     assert again.bind("127.0.0.1", port) == port
     await again.stop()
+
+
+class Opened:
+    """Takes until `ready` to open; notes whether the step thread still ran when it was closed."""
+
+    def __init__(self, server, ready):
+        self._server = server
+        self.was_stepping = None
+        assert ready.wait(10)
+
+    def close(self):
+        assert self.was_stepping is None, "closed twice"
+        self.was_stepping = self._server.step_loop._thread.is_alive()
+
+
+async def test_what_was_opened_is_closed_once_when_no_step_can_use_it():
+    server, ready = WorkerServer(), threading.Event()
+    server.bind("127.0.0.1", 0)
+    ready.set()
+    opened = await server.open(lambda: Opened(server, ready))
+    await server.start(EchoWorker(), INFO)
+    assert server.step_loop._thread.is_alive()
+    await server.stop()
+    await server.stop()
+    assert opened.was_stepping is False
+
+
+async def test_what_opens_after_the_start_was_cancelled_is_closed_too():
+    server, ready, made = WorkerServer(), threading.Event(), []
+
+    def make():
+        made.append(Opened(server, ready))
+        return made[0]
+
+    async def start():
+        async with server.undone_on_failure():
+            server.bind("127.0.0.1", 0)
+            await server.open(make)
+
+    starting = asyncio.create_task(start())
+    await asyncio.sleep(0.05)
+    starting.cancel()
+    await asyncio.sleep(0.05)
+    assert not starting.done()
+    ready.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert made[0].was_stepping is False
+
+
+async def test_what_cannot_be_opened_says_why():
+    def make():
+        raise ConfigError("3 heads over 2 ranks")
+
+    server = WorkerServer()
+    with pytest.raises(ConfigError, match="3 heads over 2 ranks"):
+        async with server.undone_on_failure():
+            await server.open(make)
+
+
+async def test_an_end_that_nobody_waits_for_is_no_error(caplog):
+    server = WorkerServer()
+    server.bind("127.0.0.1", 0)
+    server.fail("a rank is gone")
+    await asyncio.sleep(0)
+    await server.stop()
+    del server
+    gc.collect()
+    assert caplog.text == ""
 
 
 async def test_first_report_is_a_snapshot_and_numbers_have_no_gap(router, make_request):

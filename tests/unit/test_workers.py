@@ -31,7 +31,9 @@ from core.request import FinishReason
 from decode_workers.worker import DecodeWorker
 from engine.batch import Sampled, SequenceResult
 from engine.block_pool import BlockPool
+from kv_transfer.link import ReceivingRank
 from kv_transfer.loopback import LoopbackTransports
+from kv_transfer.rank_sender import RankSender
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from prefill_workers.worker import PrefillWorker
@@ -44,7 +46,7 @@ class Peer:
         self.sender = sender
         self.gate = gate
 
-    def connect(self, offer):
+    def connect(self, offer, timeout_s):
         self.sender.connect(offer)
 
     def pull(self, pull):
@@ -76,26 +78,29 @@ class Pair:
         self.prefill_executor, self.decode_executor = prefill_executor, decode_executor
         self.prefill_pool = BlockPool(prefill_executor.num_blocks, config.cache.block_size)
         self.decode_pool = BlockPool(decode_executor.num_blocks, config.cache.block_size)
+        shared = {
+            "config": transfer,
+            "host": "loopback",
+            "transports": transports,
+            "clock": time.monotonic,
+        }
+        rank = RankSender(
+            prefill_executor.kv_cache.tensor, layout=prefill_executor.layout, **shared
+        )
         self.sender = KVSender(
-            prefill_executor.kv_cache.tensor,
-            layout=prefill_executor.layout,
+            [rank],
+            layouts=prefill_executor.layouts,
             incarnation="i",
             worker="p",
             address="p:1",
-            host="loopback",
             config=transfer,
-            transports=transports,
+            backend=transports.backend,
             clock=time.monotonic,
         )
-        self.receiver = KVReceiver(
-            decode_executor.kv_cache.tensor,
-            layout=decode_executor.layout,
-            config=transfer,
-            host="loopback",
-            transports=transports,
-            peers=lambda address: Peer(self.sender, self.gate),
-            clock=time.monotonic,
+        rank = ReceivingRank(
+            decode_executor.kv_cache.tensor, layouts=decode_executor.layouts, **shared
         )
+        self.receiver = KVReceiver(rank, peers=lambda address: Peer(self.sender, self.gate))
         self.prefill = PrefillWorker(
             config, prefill_executor, self.prefill_pool, self.sender, time.monotonic
         )
@@ -353,7 +358,7 @@ def test_a_failed_neighbour_does_not_clear_what_a_pull_still_reads(
 
 
 @pytest.mark.parametrize(
-    "change", [{"block_size": 8}, {"dtype": "float99"}, {"model": "other"}, {"num_layers": -1}]
+    "change", [{"block_size": 6}, {"dtype": "float99"}, {"model": "other"}, {"num_layers": -1}]
 )
 def test_a_handle_of_another_layout_is_refused_before_blocks_are_taken(
     make_pair, make_request, expected_tokens, change
@@ -364,7 +369,7 @@ def test_a_handle_of_another_layout_is_refused_before_blocks_are_taken(
         handles = []
         while not handles:
             handles = [output.handle for output in pair.prefill.step().outputs]
-        odd = replace(handles[0], layout=replace(handles[0].layout, **change))
+        odd = replace(handles[0], layouts=(replace(handles[0].layouts[0], **change),))
         first = expected_tokens(tuple(range(30)), 1)
         with pytest.raises(HandshakeRefusedError, match=next(iter(change))):
             pair.decode.submit(replace(request, output_token_ids=first), odd)

@@ -123,7 +123,7 @@ class Call:
             worker=worker.name,
             incarnation=worker.worker_id.incarnation,
             address=worker.address,
-            layout=LAYOUT,
+            layouts=(LAYOUT,),
             blocks=tuple(
                 BlockRef(block_id=i, generation=1) for i in range(-(-len(tokens) // BLOCK_SIZE))
             ),

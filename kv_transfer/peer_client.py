@@ -28,8 +28,8 @@ class GrpcPeerClient:
         self._channel = grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
         self._stub = worker_pb2_grpc.KVPeerStub(self._channel)
 
-    def connect(self, offer: ChannelOffer) -> None:
-        reply = self._call(self._stub.Connect, offer_to_proto(offer), self._timeout_s)
+    def connect(self, offer: ChannelOffer, timeout_s: float) -> None:
+        reply = self._call(self._stub.Connect, offer_to_proto(offer), timeout_s)
         if reply.HasField("error"):
             raise error_from_proto(reply.error)
 
@@ -54,6 +54,6 @@ class GrpcPeerClient:
     def _call(self, method: Callable[..., Reply], request: Any, timeout_s: float) -> Reply:
         try:
             return method(request, timeout=timeout_s)
-        except grpc.RpcError as error:
+        except (grpc.RpcError, ValueError) as error:  # the latter: after `close`
             code = getattr(error, "code", lambda: None)()
             raise TransferError(f"the KV owner {self._address} did not answer ({code})") from error
