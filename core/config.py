@@ -59,6 +59,9 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    expert_parallel: bool = False
+    """Each expert of a mixture whole on one rank of a tensor-parallel group, instead of a slice of
+    every expert on each."""
     step_timeout_s: float = 30.0
     """How long a rank waits for another one within a step until it counts as lost."""
 
@@ -73,7 +76,8 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __str__(self) -> str:
-        return f"tp{self.tensor_parallel_size}pp{self.pipeline_parallel_size}"
+        experts = "ep" if self.expert_parallel else ""
+        return f"tp{self.tensor_parallel_size}pp{self.pipeline_parallel_size}{experts}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,12 +125,16 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_parallel(text: str) -> ParallelConfig:
-    """`tp2`, `pp3`, `tp2pp3`."""
-    match = re.fullmatch(r"(?:tp([1-9]\d*))?(?:pp([1-9]\d*))?", text)
+    """`tp2`, `pp3`, `tp2pp3`; `ep` at the end for whole experts."""
+    match = re.fullmatch(r"(?:tp([1-9]\d*))?(?:pp([1-9]\d*))?(ep)?", text)
     if not match or not text:
         raise ValueError(f"{text!r} is not a shape such as tp2, pp2 or tp2pp2")
-    tp, pp = (int(size or 1) for size in match.groups())
-    return ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    tp, pp, experts = match.groups()
+    return ParallelConfig(
+        tensor_parallel_size=int(tp or 1),
+        pipeline_parallel_size=int(pp or 1),
+        expert_parallel=experts is not None,
+    )
 
 
 def parse_pool(text: str, at_least: int = 0) -> WorkerPool:
@@ -209,7 +213,8 @@ SETTINGS: Mapping[str, Setting] = {
     "parallel": Setting(
         parse=parse_parallel,
         metavar="SHAPE",
-        help="ranks of this worker: tp2 splits each layer over 2, pp2 the layers (default tp1pp1)",
+        help="ranks of this worker: tp2 splits each layer over 2, pp2 the layers, ep keeps experts "
+        "whole (default tp1pp1)",
     ),
     "host": Setting(parse=_host, metavar="HOST", help="address to listen on (default 127.0.0.1)"),
     "port": Setting(parse=_port, metavar="PORT", help="port to listen on; 0 takes a free one"),

@@ -36,7 +36,8 @@ from engine.fused_stage import fused_stage, stage_inputs
 from engine.kernels import AttentionPlan, plan_attention
 from engine.kernels.native_attention import native_layout
 from engine.kv_cache import KVCache
-from engine.models.interface import model_class
+from engine.models.interface import Model, model_class
+from engine.models.moe import Experts
 from engine.sampler import prompt_logprobs, sample
 from engine.weights.loader import has_own_head, load_weights, open_checkpoint
 from parallel.groups import WHOLE, Placement, Rank, SingleRank
@@ -100,13 +101,18 @@ class ModelRunner:
             stage=rank.stage,
             dtype=self._dtype,
             device=self._device,
+            expert_parallel=config.parallel.expert_parallel,
             quantization=config.quantization,
         )
         self._model = model(self.model_config, placement=placement)
         whole = None
-        if rank.stage.count > 1:
-            nowhere = replace(placement, stage=WHOLE, device=torch.device("meta"))
+        if rank.stage.count > 1 or placement.expert_parallel:
+            # So that a rank knows which of the checkpoint's tensors others need, and which nobody.
+            nowhere = replace(
+                placement, stage=WHOLE, expert_parallel=False, device=torch.device("meta")
+            )
             whole = model(self.model_config, placement=nowhere)
+        _check_experts(placement, whole)
         load_weights(self._model, self._model.adapt(checkpoint), progress, whole=whole)
         self._stage = self._use_kernels()
 
@@ -259,6 +265,14 @@ def _check_parallel(config: EngineConfig, rank: Rank) -> None:
             f"but this rank is in one of {rank.stage.count} stage(s)"
         )
     assert (rank.link is None) == (rank.stage.count == 1), f"{rank.stage} with {rank.link}"
+
+
+def _check_experts(placement: Placement, whole: Model | None) -> None:
+    if not placement.expert_parallel:
+        return
+    assert whole is not None
+    if not any(isinstance(module, Experts) for _, module in whole.named_modules()):
+        raise ConfigError("the model has no experts that could be spread over ranks (ep)")
 
 
 def _kernel_library(config: EngineConfig, progress: Progress | None) -> ctypes.CDLL | None:

@@ -100,5 +100,7 @@ class Placement:
     stage: PipelineStage = WHOLE
     dtype: torch.dtype
     device: torch.device
+    expert_parallel: bool = False
+    """Each expert whole on one rank of the group."""
     quantization: str | None = None
     """Format of the matrices (parallel/weight_formats.py); None: in `dtype`, as all else is."""

@@ -54,6 +54,15 @@ def kv_head_range(num_kv_heads: int, rank: int, size: int) -> range:
     return range(head, head + 1)
 
 
+def expert_range(num_experts: int, rank: int, size: int) -> range:
+    """Experts that a rank holds whole: as equal numbers as can be. Raises ConfigError when a rank
+    would have none."""
+    _check_rank(rank, size)
+    if size > num_experts:
+        raise ConfigError(f"{num_experts} experts cannot be spread over {size} ranks")
+    return range(num_experts * rank // size, num_experts * (rank + 1) // size)
+
+
 def vocab_range(vocab_size: int, rank: int, size: int) -> range:
     """Vocabulary rows of a rank. All ranks but the last few hold `vocab_shard_size` rows."""
     _check_rank(rank, size)

@@ -6,7 +6,8 @@ experts may live on other ranks than the router's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from core.errors import ModelLoadError
 from core.model_config import ModelConfig
 from engine.models.layers import GatedMLP
-from parallel.groups import Placement
+from parallel.groups import Group, Placement, SingleRank
 from parallel.linear import parameter
+from parallel.partition import expert_range
 from parallel.weights import WeightSlot, copy_shard
 
 
@@ -53,15 +55,22 @@ class Router(nn.Module):
         yield WeightSlot("weight", tuple(self.weight.shape), partial(copy_shard, self.weight))
 
 
-class Experts(nn.ModuleList):
+class Experts(nn.ModuleDict):
     """MLPs that each see only the tokens routed to them; one that is not hit costs nothing."""
 
+    def __init__(self, experts: Mapping[int, nn.Module], num_experts: int) -> None:
+        """Those of this rank, by number, of `num_experts` on all."""
+        super().__init__({str(number): expert for number, expert in experts.items()})
+        self.num_experts = num_experts
+
     def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
-        """[num_tokens, hidden_size] -> the same: each token's weighted sum over its experts."""
+        """[num_tokens, hidden_size] -> the same: a token's weighted sum over its experts here."""
         out = torch.zeros_like(hidden)
         top_k = routing.expert_ids.shape[1]
         weights = routing.weights.to(hidden.dtype).view(-1, 1)
-        for expert, pairs in zip(self, pairs_by_expert(routing, len(self)), strict=True):
+        dealt = pairs_by_expert(routing, self.num_experts)
+        for number, expert in self.items():
+            pairs = dealt[int(number)]
             if len(pairs):
                 rows = pairs // top_k
                 out.index_add_(0, rows, expert(hidden[rows]) * weights[pairs])
@@ -94,12 +103,23 @@ class SparseMoE(nn.Module):
         self.top_k = top_k
         self.normalize = normalize
         self.gate = Router(config.hidden_size, num_experts, placement=placement)
+        self.group: Group = SingleRank()
+        """Over which the experts' sums are added up."""
+        numbers = range(num_experts)
+        if placement.expert_parallel:
+            # Every rank has all tokens anyway, as attention leaves them: nothing is dispatched, and
+            # one all-reduce takes the place of the one that split experts need.
+            self.group = placement.group
+            numbers = expert_range(num_experts, self.group.rank, self.group.size)
+            placement = replace(placement, group=SingleRank())
         self.experts = Experts(
-            GatedMLP(config, intermediate_size=intermediate_size, placement=placement)
-            for _ in range(num_experts)
+            {
+                number: GatedMLP(config, intermediate_size=intermediate_size, placement=placement)
+                for number in numbers
+            },
+            num_experts,
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
         routing = route(self.gate(hidden), self.top_k, normalize=self.normalize)
-        out: Tensor = self.experts(hidden, routing)
-        return out
+        return self.group.all_reduce(self.experts(hidden, routing))

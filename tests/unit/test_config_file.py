@@ -287,6 +287,12 @@ def test_what_is_no_shape_is_told_what_one_looks_like(text):
         parse_pool(text)
 
 
+def test_experts_may_stay_whole():
+    shape = parse_pool("2xtp4ep").parallel
+    assert (shape.tensor_parallel_size, shape.expert_parallel) == (4, True)
+    assert f"{shape}" == "tp4pp1ep"
+
+
 def test_each_role_has_its_shape_and_ranks_share_the_cores():
     config = cluster_config(load({"prefill": "2xtp2", "decode": "1xpp3"}), MODEL)
     assert config.engine_of(WorkerRole.PREFILL).parallel.tensor_parallel_size == 2

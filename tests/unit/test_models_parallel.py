@@ -18,6 +18,7 @@ from core.errors import ConfigError, RankLostError
 from core.model_files import load_model_config
 from core.sampling_params import SamplingParams
 from engine.batch import Batch, Pooling, SampleSpec, ScheduledSequence
+from engine.models.moe import SparseMoE
 from parallel.collectives import gloo_group
 from parallel.groups import PipelineStage, Rank, SingleRank
 from parallel.pipeline import PipelineLink
@@ -95,11 +96,13 @@ class Ranks:
 
 @pytest.fixture
 def make_ranks(make_runner):
-    """(path, tp, pp) -> Ranks. A world rank is stage * tp + place in the stage's group."""
+    """(path, tp, pp, ep) -> Ranks. A world rank is stage * tp + place in the stage's group."""
 
-    def make(path, tp=1, pp=1, **config):
+    def make(path, tp=1, pp=1, ep=False, **config):
         store = HashStore()
-        shape = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+        shape = ParallelConfig(
+            tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel=ep
+        )
         hidden = {
             "hidden_size": load_model_config(str(path)).hidden_size,
             "dtype": getattr(torch, config.get("dtype", "float32")),
@@ -163,6 +166,40 @@ def test_ranks_together_equal_transformers(
     for runner in ranks.runners:
         heads = runner.kv_cache.layout.num_kv_heads
         assert heads == max(1, model.config.num_key_value_heads // tp)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    [
+        ("mixtral", 2, 1),
+        ("mixtral", 2, 2),
+        ("qwen2-moe", 2, 1),  # beside the experts one for all tokens, split as ever
+        ("qwen2-moe-mixed", 1, 3),
+        ("qwen3-moe", 2, 1),
+        ("qwen3-moe-mixed", 2, 3),
+    ],
+)
+def test_whole_experts_equal_transformers(
+    name, tp, pp, make_ranks, make_hf_model, drive, prompts, assert_equals_hf, tmp_path
+):
+    model = make_hf_model(name)
+    model.save_pretrained(tmp_path)
+    ranks = make_ranks(tmp_path, tp, pp, ep=True)
+    assert_equals_hf(drive(ranks, prompts, num_tokens=4), model)
+    for layer in {key for runner in ranks.runners for key in runner._model.model.layers}:
+        moes = [
+            runner._model.model.layers[layer].mlp
+            for runner in ranks.runners
+            if layer in runner._model.model.layers
+        ]
+        held = [number for moe in moes if isinstance(moe, SparseMoE) for number in moe.experts]
+        assert held == sorted(set(held), key=int), "each on one rank"
+
+
+def test_a_model_without_experts_has_none_to_spread(make_ranks, make_hf_model, tmp_path):
+    make_hf_model("llama2").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no experts"):
+        make_ranks(tmp_path, 2, ep=True)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 3), (2, 2)])

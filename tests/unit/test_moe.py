@@ -59,14 +59,15 @@ def test_pairs_are_dealt_to_the_experts_they_name(num_tokens, num_experts, data)
 
 
 def test_output_is_the_weighted_sum_and_idle_experts_do_not_run():
-    experts = Experts(Scale(factor) for factor in (1.0, 10.0, 100.0, 1000.0))
+    factors = (1.0, 10.0, 100.0, 1000.0)
+    experts = Experts({i: Scale(factor) for i, factor in enumerate(factors)}, len(factors))
     routing = Routing(
         expert_ids=torch.tensor([[0, 2], [2, 0], [2, 1]]),
         weights=torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 2.0]]),
     )
     out = experts(torch.tensor([[1.0], [2.0], [3.0]]), routing)
     assert out.flatten().tolist() == [50.5, 51.5, 360.0]
-    assert [expert.calls for expert in experts] == [[2], [1], [3], []]
+    assert [expert.calls for expert in experts.values()] == [[2], [1], [3], []]
 
 
 def test_routing_of_a_token_does_not_depend_on_its_neighbours():

@@ -10,6 +10,7 @@ from core.model_files import load_model_config
 from parallel.partition import (
     check_shape,
     even_range,
+    expert_range,
     head_range,
     kv_head_range,
     layer_range,
@@ -97,3 +98,14 @@ def test_shapes_of_a_model(tp, pp, reason, smollm2_path):
     else:
         with pytest.raises(ConfigError, match=reason):
             check_shape(model, shape)
+
+
+@given(sizes, sizes)
+def test_every_expert_is_whole_on_one_rank(num_experts, size):
+    if size > num_experts:
+        with pytest.raises(ConfigError, match=f"{num_experts} experts cannot be spread"):
+            expert_range(num_experts, 0, size)
+        return
+    ranges = [expert_range(num_experts, rank, size) for rank in range(size)]
+    assert [number for one in ranges for number in one] == list(range(num_experts))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
