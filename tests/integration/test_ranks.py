@@ -464,7 +464,7 @@ def launch_nothing(*arguments):
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        ({"tp": 3}, "2 kv heads cannot be replicated over 3 tensor-parallel ranks"),
+        ({"tp": 3}, "4 attention heads cannot be split over 3 tensor-parallel ranks"),
         ({"pp": 4}, "3 layers cannot be split into 4 pipeline stages"),
     ],
 )
