@@ -67,14 +67,15 @@ class DecodeServer:
         )
         token, timeout_s = self.executor.rank_token, config.transfer.timeout_s
         addresses = self.executor.rank_addresses
-        self._ranks = [RankClient(address, token, timeout_s) for address in addresses]
+        ranks = [RankClient(address, token, timeout_s) for address in addresses]
         self.receiver = KVReceiver(
             here,
             peers=lambda address: GrpcPeerClient(address, timeout_s),
-            other_ranks=[rank.link for rank in self._ranks],
+            other_ranks=[rank.link for rank in ranks],
             on_rank_lost=self._server.fail,
             wake=lambda: self._server.step_loop.wake(),
         )
+        self._server.closes(self.receiver.close, *(rank.close for rank in ranks))
         self.worker = DecodeWorker(
             config.engine, self.executor, self.pool, self.receiver, time.monotonic
         )
@@ -84,8 +85,5 @@ class DecodeServer:
         await self._server.wait()
 
     async def stop(self) -> None:
-        """End streams, the step thread, then transfers and channels."""
+        """End streams, the step thread, transfers and channels, then the other ranks."""
         await self._server.stop()
-        await asyncio.to_thread(self.receiver.close)
-        for rank in self._ranks:
-            await asyncio.to_thread(rank.close)

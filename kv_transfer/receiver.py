@@ -400,8 +400,9 @@ class _Peer:
             for pull in wait(pulls, return_when=FIRST_EXCEPTION).done:
                 pull.result()
         except BaseException:
-            for link in others:
-                link.drop()
+            for link, pull in zip(others, pulls, strict=True):
+                if not pull.done():  # who has ended writes no more, and may not answer either
+                    link.drop()
             wait(pulls)
             for pull in pulls:
                 if isinstance(error := pull.exception(), RankLostError):

@@ -83,15 +83,14 @@ class PrefillServer:
         self.worker = PrefillWorker(
             config.engine, self.executor, self.pool, self.sender, time.monotonic
         )
-        self._peers = KVPeerServicer(self.sender)
-        add_KVPeerServicer_to_server(self._peers, self._server.server)
+        peers = KVPeerServicer(self.sender)
+        self._server.closes(peers.close, self.sender.close)
+        add_KVPeerServicer_to_server(peers, self._server.server)
         await self._server.start(self.worker, self.info)
 
     async def wait(self) -> None:
         await self._server.wait()
 
     async def stop(self) -> None:
-        """End streams, the step thread, transfers and channels, in this order."""
+        """End streams, the step thread, transfers and channels, then the other ranks."""
         await self._server.stop()
-        self._peers.close()
-        await asyncio.to_thread(self.sender.close)

@@ -86,6 +86,7 @@ class WorkerServer:
         self._event_loop = asyncio.get_running_loop()
         self.step_loop = StepLoop(self._step, self._on_failure)
         self.hub: SessionHub | None = None
+        self._closers: list[Callable[[], None]] = []
         self._opening: asyncio.Future[Any] | None = None
         self._next_report = 0.0
         self._was_busy = False
@@ -102,6 +103,10 @@ class WorkerServer:
         thread has ended, also where the start was cancelled before it was there."""
         opening = self._opening = asyncio.ensure_future(asyncio.to_thread(make))
         return await asyncio.shield(opening)
+
+    def closes(self, *closers: Callable[[], None]) -> None:
+        """`stop` calls them in order, in a thread of their own, before it closes what was opened."""
+        self._closers += closers
 
     async def start(self, worker: StepWorker, info: WorkerInfo) -> None:
         self._worker = worker
@@ -139,6 +144,9 @@ class WorkerServer:
             self._died.set_result(None)
 
     async def _close(self) -> None:
+        closers, self._closers = self._closers, []
+        for close in closers:
+            await asyncio.to_thread(close)
         opening, self._opening = self._opening, None
         if opening is None:
             return

@@ -202,6 +202,11 @@ def pytest_addoption(parser):
         default=12,
         help="rows of the SmolLM2 oracle to run (all 220 take minutes)",
     )
+    parser.addoption(
+        "--all-shapes",
+        action="store_true",
+        help="every pair of a prefill and a decode worker's shape (takes many minutes)",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -264,28 +269,50 @@ def byte_tokenizer_path(tmp_path_factory):
     return str(folder)
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory, byte_tokenizer_path) -> str:
-    """A random Llama of 2 layers with a byte-level tokenizer and a chat template, in HF format."""
+def save_llama(folder, byte_tokenizer_path, **shape) -> str:
+    """A random Llama with a byte-level tokenizer and a chat template, in HF format."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300,
+        max_position_embeddings=2048,
+        bos_token_id=256,
+        eos_token_id=257,
+        initializer_range=0.2,
+        **shape,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    shutil.copytree(byte_tokenizer_path, folder, dirs_exist_ok=True)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory, byte_tokenizer_path) -> str:
+    """2 layers, 4 heads, 2 kv heads."""
+    return save_llama(
+        tmp_path_factory.mktemp("tiny"),
+        byte_tokenizer_path,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=256,
-        eos_token_id=257,
-        initializer_range=0.2,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    shutil.copytree(byte_tokenizer_path, folder, dirs_exist_ok=True)
-    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def odd_model(tmp_path_factory, byte_tokenizer_path) -> str:
+    """3 layers, 6 heads, 3 kv heads: for three ranks."""
+    return save_llama(
+        tmp_path_factory.mktemp("odd"),
+        byte_tokenizer_path,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+    )
 
 
 @pytest.fixture(scope="session")

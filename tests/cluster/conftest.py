@@ -31,12 +31,15 @@ from core.config import (
     WorkerConfig,
     WorkerPool,
 )
+from core.request import GenerateRequest
+from core.sampling_params import SamplingParams
 from core.worker import WorkerInfo, WorkerRole
 from decode_workers.server import DecodeServer
 from deploy.cluster import Cluster as DeployedCluster
 from deploy.local import InProcessLauncher
 from deploy.supervisor import Supervisor
 from deploy.workers import make_server
+from engine.llm_engine import LLMEngine
 from router.server import RouterServer, WorkerEndpoint
 from router.tokenizer import load_tokenizer
 
@@ -69,12 +72,17 @@ def serve_worker(config: WorkerConfig, pipe) -> None:
 async def _serve_worker(config: WorkerConfig, pipe) -> None:
     server = make_server(config)
     pipe.send(await server.start())
-    while True:
-        question = await asyncio.to_thread(_receive, pipe)
-        if question == "stop":
-            break
-        pipe.send(await _on_step_thread(server, lambda: _pool_state(server)))
+    told = asyncio.create_task(_answer_until_stop(server, pipe))
+    died = asyncio.create_task(server.wait())
+    await asyncio.wait([told, died], return_when=asyncio.FIRST_COMPLETED)
     await server.stop()
+    if not told.done():
+        os._exit(1)  # a thread still waits for a question
+
+
+async def _answer_until_stop(server, pipe) -> None:
+    while await asyncio.to_thread(_receive, pipe) != "stop":
+        pipe.send(await _on_step_thread(server, lambda: _pool_state(server)))
 
 
 async def _on_step_thread(server, look):
@@ -140,6 +148,16 @@ class WorkerProcess:
             assert self._pipe.poll(30), f"{self.config.name} does not answer"
             return self._pipe.recv()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def other_ranks(self) -> list[psutil.Process]:
+        """The processes of ranks 1 and up."""
+        children = psutil.Process(self.pid).children()
+        ranks = [child for child in children if "deploy.rank_processes" in child.cmdline()]
+        return sorted(ranks, key=lambda rank: rank.create_time())
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join(10)
@@ -186,7 +204,9 @@ class Cluster:
         return [w for w in self.workers if w.config.role is WorkerRole.DECODE]
 
     async def pools(self) -> list[PoolState]:
-        return [await asyncio.to_thread(worker.pool) for worker in self.workers]
+        """Of those that live."""
+        living = [worker for worker in self.workers if worker.is_alive]
+        return [await asyncio.to_thread(worker.pool) for worker in living]
 
     async def until(self, condition, within_s: float = 10.0) -> None:
         """Wait until `condition(states of all workers)` holds."""
@@ -220,7 +240,9 @@ class Cluster:
         return reply.json()["choices"][0]["token_ids"]
 
 
-def worker_config(role, index, model_path, num_blocks, *, cache=None, parallel=None, **engine):
+def worker_config(
+    role, index, model_path, num_blocks, *, cache=None, parallel=None, transfer=None, **engine
+):
     scheduler = SchedulerConfig(
         max_num_batched_tokens=engine.pop("max_num_batched_tokens", 256),
         max_num_seqs=engine.pop("max_num_seqs", 32),
@@ -236,7 +258,9 @@ def worker_config(role, index, model_path, num_blocks, *, cache=None, parallel=N
             scheduler=scheduler,
             **engine,
         ),
-        transfer=TransferConfig(verify_checksum=True, timeout_s=10, lease_s=3),
+        transfer=TransferConfig(
+            **{"verify_checksum": True, "timeout_s": 10, "lease_s": 3, **(transfer or {})}
+        ),
     )
 
 
@@ -248,6 +272,7 @@ async def run_cluster(
     num_decode=1,
     num_colocated=0,
     num_blocks=256,
+    prefill_cache=None,
     decode_cache=None,
     prefill_parallel=None,
     decode_parallel=None,
@@ -255,11 +280,16 @@ async def run_cluster(
     **engine,
 ):
     """Start, yield, stop; asserts that no process is left. `num_colocated`: instead of others;
-    `decode_cache`: what the decode workers' CacheConfig has of its own."""
+    `*_cache`: what the CacheConfig of those workers has of its own."""
     configs = [
         worker_config(role, index, model_path, num_blocks, cache=cache, parallel=shape, **engine)
         for role, count, cache, shape in (
-            (WorkerRole.PREFILL, 0 if num_colocated else num_prefill, {}, prefill_parallel),
+            (
+                WorkerRole.PREFILL,
+                0 if num_colocated else num_prefill,
+                prefill_cache,
+                prefill_parallel,
+            ),
             (WorkerRole.DECODE, 0 if num_colocated else num_decode, decode_cache, decode_parallel),
             (WorkerRole.COLOCATED, num_colocated, {}, None),
         )
@@ -303,6 +333,8 @@ class RecordingLauncher(InProcessLauncher):
 
 class InProcessWorker:
     """A worker of the local backend, with as much of WorkerProcess as makes sense in here."""
+
+    is_alive = True
 
     def __init__(self, server) -> None:
         self.server = server
@@ -348,6 +380,26 @@ async def _healthy(cluster: Cluster) -> None:
     async with asyncio.timeout(20):
         while (await cluster.http.get("/health")).status_code != 200:
             await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def greedy():
+    """`tokens(model_path, prompts, max_tokens)`: what every cluster must answer, by one engine on
+    one rank."""
+
+    def tokens(model_path, prompts, max_tokens):
+        cache = CacheConfig(num_blocks=512)
+        engine = LLMEngine.from_config(EngineConfig(model_path=model_path, cache=cache))
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        requests = [
+            GenerateRequest(
+                request_id=f"{i}", model="m", prompt_token_ids=tuple(prompt), sampling=sampling
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        return [list(chunk.token_ids) for chunk in engine.generate(requests)]
+
+    return tokens
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,22 @@ import asyncio
 
 import pytest
 
+from core.config import ParallelConfig
 
-@pytest.mark.timeout(1800)
-async def test_cluster_equals_hf(cluster_of, smollm2_path, oracle_rows, same_as_oracle):
-    async with cluster_of(smollm2_path, num_blocks=1024) as cluster:
+SHAPES = {
+    "one rank each": {},
+    "tp3 to pp3 and blocks of 64": {
+        "prefill_parallel": ParallelConfig(tensor_parallel_size=3),
+        "decode_parallel": ParallelConfig(pipeline_parallel_size=3),
+        "decode_cache": {"block_size": 64, "num_blocks": 256},
+    },
+}
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_cluster_equals_hf(cluster_of, smollm2_path, oracle_rows, same_as_oracle, shape):
+    async with cluster_of(smollm2_path, num_blocks=1024, **SHAPES[shape]) as cluster:
         gate = asyncio.Semaphore(16)
 
         async def generate(prompt, count):

@@ -1,55 +1,67 @@
 """Prefill and decode workers of unequal shapes: KV of one worker's ranks becomes that of another's,
-and no token changes."""
+and no token changes.
 
-import pytest
+By default a few pairs that have every shape among them; `pytest tests/cluster/test_shapes.py
+--all-shapes` runs all.
+"""
 
-from core.config import CacheConfig, EngineConfig, ParallelConfig
-from core.request import GenerateRequest
-from core.sampling_params import SamplingParams
-from engine.llm_engine import LLMEngine
+import itertools
+
+from core.config import ParallelConfig
 
 PROMPTS = [list(range(1, 1 + n)) for n in (1, 16, 33, 70)]
 
-
-def shape(tp=1, pp=1):
-    return ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
-
-
-PAIRS = {
-    "tp2 to tp1": (shape(tp=2), shape()),
-    "tp1 to tp2": (shape(), shape(tp=2)),
-    "tp2 to pp2": (shape(tp=2), shape(pp=2)),
-    "pp2 to tp2": (shape(pp=2), shape(tp=2)),
-    "tp4 to tp2": (shape(tp=4), shape(tp=2)),
-    "tp2pp2 to tp2pp2": (shape(tp=2, pp=2), shape(tp=2, pp=2)),
+SHAPES = {
+    "tp1": ParallelConfig(),
+    "tp2": ParallelConfig(tensor_parallel_size=2),
+    "tp3": ParallelConfig(tensor_parallel_size=3),
+    "tp4": ParallelConfig(tensor_parallel_size=4),
+    "pp2": ParallelConfig(pipeline_parallel_size=2),
+    "pp3": ParallelConfig(pipeline_parallel_size=3),
+    "tp2pp2": ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
 }
+SHAPES_OF = {
+    "tiny_model": ("tp1", "tp2", "tp4", "pp2", "tp2pp2"),
+    "odd_model": ("tp1", "tp3", "pp2", "pp3"),
+}
+BLOCK_SIZES = ((16, 64), (64, 16))
+"""Of the prefill and the decode worker: ranks, layers, heads and blocks are all cut anew."""
+A_FEW = (
+    ("tiny_model", "tp2", "pp2", (16, 64)),
+    ("tiny_model", "tp1", "tp4", (64, 16)),
+    ("tiny_model", "tp2pp2", "tp1", (16, 64)),
+    ("odd_model", "pp3", "tp3", (64, 16)),
+)
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_model):
-    """By one engine on one rank."""
-    cache = CacheConfig(block_size=16, num_blocks=64)
-    engine = LLMEngine.from_config(EngineConfig(model_path=tiny_model, cache=cache))
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    requests = [
-        GenerateRequest(
-            request_id=f"{i}", model="m", prompt_token_ids=tuple(prompt), sampling=sampling
-        )
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    return [list(chunk.token_ids) for chunk in engine.generate(requests)]
+def all_cases():
+    for model, shapes in SHAPES_OF.items():
+        for prefill, decode in itertools.product(shapes, repeat=2):
+            for block_sizes in BLOCK_SIZES:
+                yield model, prefill, decode, block_sizes
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-async def test_any_shape_to_any_shape(cluster_of, tiny_model, expected, pair):
-    """The second time both sides find the beginning in their caches. Blocks of 16 become blocks of
-    64 on the way, so ranks, layers, heads and blocks are all cut anew."""
-    prefill, decode = PAIRS[pair]
+def pytest_generate_tests(metafunc):
+    cases = tuple(all_cases())
+    assert set(A_FEW) <= set(cases)
+    chosen = cases if metafunc.config.getoption("--all-shapes") else A_FEW
+    names = [f"{model}-{p}-{d}-{sizes[0]}to{sizes[1]}" for model, p, d, sizes in chosen]
+    metafunc.parametrize(("model", "prefill", "decode", "block_sizes"), chosen, ids=names)
+
+
+async def test_any_shape_to_any_shape(
+    request, cluster_of, greedy, model, prefill, decode, block_sizes
+):
+    """The second time both sides find the beginning in their caches."""
+    model_path = request.getfixturevalue(model)
+    expected = greedy(model_path, PROMPTS, 8)
+    prefill_cache, decode_cache = ({"block_size": size, "num_blocks": 64} for size in block_sizes)
     async with cluster_of(
-        tiny_model,
-        prefill_parallel=prefill,
-        decode_parallel=decode,
-        decode_cache={"block_size": 64, "num_blocks": 32},
+        model_path,
+        prefill_parallel=SHAPES[prefill],
+        decode_parallel=SHAPES[decode],
+        prefill_cache=prefill_cache,
+        decode_cache=decode_cache,
     ) as cluster:
         for _ in range(2):
             assert [await cluster.complete(prompt, 8) for prompt in PROMPTS] == expected
