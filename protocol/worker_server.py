@@ -105,7 +105,7 @@ class WorkerServer:
         return await asyncio.shield(opening)
 
     def closes(self, *closers: Callable[[], None]) -> None:
-        """`stop` calls them in order, in a thread of their own, before it closes what was opened."""
+        """`stop` calls them in order, off the event loop, before it closes what was opened."""
         self._closers += closers
 
     async def start(self, worker: StepWorker, info: WorkerInfo) -> None:
