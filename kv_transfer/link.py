@@ -125,8 +125,12 @@ class OwnerLink:
             incoming.append(_Incoming(self._rank, channel, wanted))
         for each in incoming:
             each.start(self._owner)
+        # One message of each in turn: a sender must not wait long for its next receive.
+        for _ in range(max(each.num_messages for each in incoming)):
+            for each in incoming:
+                each.receive_next(deadline)
         for each in incoming:
-            each.receive(deadline)
+            each.verify(deadline)
 
     def drop(self) -> None:
         """Close all channels: pending messages fail at once, and so does a pull that is still
@@ -242,19 +246,40 @@ class _Incoming:
         self._channel = channel
         self._wanted = wanted
         self._parts = plan_messages(wanted.positions, channel.layout, rank.config.max_message_bytes)
+        self._num_received = 0
+        self._sums: list[bytes] = []
+
+    @property
+    def num_messages(self) -> int:
+        return len(self._parts)
 
     def start(self, owner: KVOwner) -> None:
         """The first receive is posted before the owner is told: NCCL's rule."""
         self._post(0)
         self._reply = self._channel.ask(owner, self._wanted)
 
-    def receive(self, deadline: float) -> None:
+    def receive_next(self, deadline: float) -> None:
+        """Take one message into the destination blocks, if there is one to come. The blocks are
+        nobody's but this pull's until its checksums are compared, so writing them early is safe."""
+        if self._num_received == len(self._parts):
+            return
+        rank, layout, index = self._rank, self._channel.layout, self._num_received
         with self._owners_reason(deadline):
-            sums = self._scatter_all(deadline)
+            self._pending.wait(deadline - rank.clock())
+            message = self._message
+            self._post(index + 1)
+        if rank.config.verify_checksum:
+            self._sums.append(digest(message))
+        scatter(message, layout, rank.kv, rank.layout, self._wanted.block_ids, self._parts[index])
+        self._num_received += 1
+
+    def verify(self, deadline: float) -> None:
+        """The owner's word on all of it."""
+        with self._owners_reason(deadline):
             expected = self._reply.result(max(0.0, deadline - self._rank.clock()))
         if self._rank.config.verify_checksum and not expected:
             raise TransferError("this worker compares checksums and the KV owner sends none")
-        if self._rank.config.verify_checksum and sums != expected:
+        if self._rank.config.verify_checksum and tuple(self._sums) != expected:
             raise TransferError("the KV arrived with another checksum than it was sent with")
 
     @contextmanager
@@ -274,19 +299,6 @@ class _Incoming:
             staging = self._channel.staging[index % 2]
             self._message = staging.message(self._parts[index])
             self._pending = self._channel.transport.post_recv(self._message)
-
-    def _scatter_all(self, deadline: float) -> tuple[bytes, ...]:
-        """Take all messages into the destination blocks; returns their digests. The blocks are
-        nobody's but this pull's until its checksums are compared, so writing them early is safe."""
-        rank, layout, sums = self._rank, self._channel.layout, []
-        for index, part in enumerate(self._parts):
-            self._pending.wait(deadline - rank.clock())
-            message = self._message
-            self._post(index + 1)
-            if rank.config.verify_checksum:
-                sums.append(digest(message))
-            scatter(message, layout, rank.kv, rank.layout, self._wanted.block_ids, part)
-        return tuple(sums)
 
 
 def _raise_reason(reply: Future[tuple[bytes, ...]], timeout_s: float) -> None:

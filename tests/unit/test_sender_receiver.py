@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kv_transfer.link
+import kv_transfer.loopback
 import kv_transfer.receiver
 import kv_transfer.sender
 from core.config import TransferConfig
@@ -48,7 +49,7 @@ NUM_BLOCKS = 16
 
 
 def make_pool(fill, layout=LAYOUT):
-    shape = (2, 2, NUM_BLOCKS, 2, layout.block_size, layout.head_dim)
+    shape = (2, 2, NUM_BLOCKS, layout.num_kv_heads, layout.block_size, layout.head_dim)
     return torch.randn(shape) if fill else torch.zeros(shape)
 
 
@@ -93,6 +94,7 @@ class Rig:
         *,
         layout=LAYOUT,
         owner_layout=LAYOUT,
+        owner_layouts=(),
         owner=None,
         other_ranks=(),
         wrap=lambda transport: transport,
@@ -109,8 +111,10 @@ class Rig:
         )
         self.owner_config = replace(self.config, **(owner or {}))
         self.transports = Wrapped(wrap)
-        self.owner_layout = owner_layout
-        self.src, self.dst = make_pool(True, owner_layout), make_pool(False, layout)
+        self.owner_layouts = tuple(owner_layouts) or (owner_layout,)
+        self.owner_layout = self.owner_layouts[0]
+        self.sources = [make_pool(True, each) for each in self.owner_layouts]
+        self.src, self.dst = self.sources[0], make_pool(False, layout)
         self.before = self.after = lambda pull: None
         self.pulls, self.released, self.done, self.gates = [], [], [], []
         self.num_connects = self.num_closed = self.num_offers = 0
@@ -134,17 +138,20 @@ class Rig:
         )
 
     def start_owner(self, incarnation):
-        rank = RankSender(
-            self.src,
-            layout=self.owner_layout,
-            host="loopback",
-            config=self.owner_config,
-            transports=self.transports,
-            clock=time.monotonic,
-        )
+        ranks = [
+            RankSender(
+                kv,
+                layout=layout,
+                host="loopback",
+                config=self.owner_config,
+                transports=self.transports,
+                clock=time.monotonic,
+            )
+            for kv, layout in zip(self.sources, self.owner_layouts, strict=True)
+        ]
         self.sender = KVSender(
-            [rank],
-            layouts=[self.owner_layout],
+            ranks,
+            layouts=self.owner_layouts,
             incarnation=incarnation,
             worker="p",
             address="p:1",
@@ -646,6 +653,28 @@ def test_an_unused_channel_is_closed_and_replaced(make_rig, monkeypatch, side):
         time.sleep(0.05)
     rig.works()
     assert rig.num_connects == 2
+
+
+# Several ranks of the owner
+
+
+def test_each_of_several_pieces_has_its_next_receive_posted_soon(make_rig, monkeypatch):
+    """Two owner ranks with half of the heads each. Were their pieces received one after the other,
+    the second one would wait for the first one's whole time, which NCCL's manners forbid."""
+    monkeypatch.setattr(kv_transfer.loopback, "POST_GRACE_S", 0.1)
+    joined = []
+
+    def first_is_slow(transport):
+        joined.append(transport)
+        return Faulty(transport, [lambda *_: time.sleep(0.02)] if len(joined) == 1 else [])
+
+    halves = [replace(LAYOUT, num_kv_heads=1, first_kv_head=head) for head in range(2)]
+    rig = make_rig(owner_layouts=halves, wrap=first_is_slow, max_message_bytes=1)
+    handle = rig.offer(range(12))
+    assert rig.pull(handle, range(12)).error is None
+    for head, src in enumerate(rig.sources):
+        assert torch.equal(rig.dst[:, :, :12, head : head + 1], src[:, :, :12])
+    rig.no_lease()
 
 
 # Other ranks of the worker
