@@ -161,7 +161,9 @@ async def test_client_killed_between_prefill_and_decode(cluster_of, tiny_model, 
 
 async def test_abort_storm_leaves_threads_and_blocks_as_they_were(cluster_of, tiny_model):
     async with cluster_of(tiny_model, num_prefill=2, num_decode=2, num_blocks=512) as cluster:
-        await asyncio.gather(*(stream_tokens(cluster, p, 4) for p in mixed_prompts(16)))
+        # Each decode worker has threads for each prefill worker that it has met: all must meet.
+        for seed in (8, 9):
+            await asyncio.gather(*(stream_tokens(cluster, p, 4) for p in mixed_prompts(50, seed)))
         threads = [state.num_threads for state in await cluster.pools()]
         rng = random.Random(7)
 
