@@ -93,11 +93,11 @@ def asks(load: Load, token_ids: Sequence[int], seed: int) -> list[Ask]:
 
 def measure(server: RunningServer, load: Load, wanted: list[Ask], *, cut_after_s: float) -> Run:
     client = psutil.Process()
-    before = _busy_seconds(), server.cpu_seconds(), cpu_seconds(client)
+    before = busy_seconds(), server.cpu_seconds(), cpu_seconds(client)
     outcomes, seconds = asyncio.run(
         closed_loop(server.url, MODEL, wanted, load.num_streams, cut_after_s)
     )
-    after = _busy_seconds(), server.cpu_seconds(), cpu_seconds(client)
+    after = busy_seconds(), server.cpu_seconds(), cpu_seconds(client)
     machine, served, asked = (
         max(0.0, (b - a) / seconds) for a, b in zip(before, after, strict=True)
     )
@@ -134,7 +134,7 @@ def summary(wanted: list[Ask], outcomes: list[Outcome], seconds: float, **cores:
     )
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """Of all cores since boot."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq)

@@ -38,6 +38,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.loads import busy_seconds
 from benchmarks.rank_steps import (
     NUM_REDUCES,
     SHAPES,
@@ -154,18 +155,12 @@ class Notes:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         say(name)
-        started, before = time.perf_counter(), _busy_seconds() - _own_seconds()
+        started, before = time.perf_counter(), busy_seconds() - _own_seconds()
         yield
         seconds = time.perf_counter() - started
-        others = (_busy_seconds() - _own_seconds() - before) / seconds
+        others = (busy_seconds() - _own_seconds() - before) / seconds
         self.other_cores[name] = round(max(0.0, others), 2)
         say(f"  {seconds:.0f} s, others used {self.other_cores[name]} cores")
-
-
-def _busy_seconds() -> float:
-    """Of all cores since boot."""
-    times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
 def _own_seconds() -> float:

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from core.errors import ContextLengthError, StaleHandleError
 from core.kv import KVHandle
-from core.prefix import hash_blocks
+from core.prefix import BlockHash, hash_blocks
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 from kv_transfer.receiver import PullDone
@@ -63,15 +63,20 @@ class Admission:
             raise StaleHandleError(
                 f"the handle covers {handle.num_tokens} tokens, the request needs {num_tokens - 1}"
             )
-        # In the owner's blocks, which may be of another size than ours.
-        tokens, block_size = sequence.token_ids[: handle.num_tokens], handle.block_size
-        if tuple(hash_blocks(tokens, block_size, sequence.root)) != handle.block_hashes:
+        block_size = handle.block_size  # the owner's, which may be another than ours
+        if tuple(self._hashes(sequence, handle.num_tokens, block_size)) != handle.block_hashes:
             raise StaleHandleError("the handle's block hashes are of other tokens")
         if len(handle.blocks) != -(-handle.num_tokens // block_size):
             raise StaleHandleError(
                 f"{len(handle.blocks)} blocks cannot be the KV of {handle.num_tokens} tokens"
             )
         insort_right(self.waiting, arrival, key=attrgetter("sequence.order"))
+
+    def _hashes(self, sequence: Sequence, num_tokens: int, block_size: int) -> list[BlockHash]:
+        """Of full blocks of that size. The sequence keeps those of ours: they are wanted again."""
+        if block_size == self._pool.block_size:
+            return sequence.hashes(num_tokens // block_size, block_size)
+        return hash_blocks(sequence.token_ids[:num_tokens], block_size, sequence.root)
 
     def admit(self, num_running: int) -> Arrival | None:
         """The head of the line, with blocks, when it fits beside `num_running` others."""
@@ -80,7 +85,7 @@ class Admission:
         arrival, pool = self.waiting[0], self._pool
         sequence = arrival.sequence
         num_tokens = arrival.handle.num_tokens
-        local = pool.match_prefix(sequence.hashes(num_tokens // pool.block_size, pool.block_size))
+        local = pool.match_prefix(self._hashes(sequence, num_tokens, pool.block_size))
         num_new = pool.num_blocks_for(num_tokens) - len(local)
         # Alone it may take the last block; beside others each keeps one to grow into.
         num_reserved = num_running + 1 if num_running else 0

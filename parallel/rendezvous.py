@@ -30,11 +30,11 @@ class Meeting(NamedTuple):
     port: int
 
 
-def host_store(host: str, port: int = 0) -> tuple[TCPStore, Meeting]:
-    """A store that listens there as long as it lives; port 0 takes a free one. Raises OSError."""
+def host_store(host: str) -> tuple[TCPStore, Meeting]:
+    """A store that listens there, on a free port, as long as it lives. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family)
-    port = listening.getsockname()[1]
+    listening = socket.create_server((host, 0), family=family)
+    port: int = listening.getsockname()[1]
     store = TCPStore(
         host,
         port,
